@@ -1,0 +1,86 @@
+"""The one protocol that every world of DreamGym speaks, real or dreamed.
+
+An environment hands out *abstract textual states* (paper section 1.1: cleaned text, never raw pages) and
+takes *actions as text*.  ``terminated`` and ``truncated`` have Gymnasium's meaning: the first is an end that
+belongs to the task, the second an end from outside (the step limit).
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task: what the agent reads (``text``) and what only the real environment may read (``goal``).
+
+    ``split`` is ``train``, ``validation`` or ``test``; ``parent`` is the id of the task that a synthetic task
+    varies (Eq. 6) and None for a task of the environment's own.
+    """
+    id: str
+    text: str
+    split: str
+    parent: str | None = None
+    goal: Any = field(default=None, compare=False, repr=False)
+
+
+class Env(Protocol):
+    """One episode at a time.  An invalid action gives a failure state with reward 0 and never an exception."""
+    max_steps: int
+
+    def tasks(self, split: str) -> list[Task]:
+        """All tasks of a split, always in the same order."""
+
+    def reset(self, task: Task) -> str:
+        """Start the task; returns the first abstract state."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """Returns (state, reward, terminated, truncated, info); reward is 1.0 only on full success.
+
+        ``info`` always holds ``success`` (bool), ``score`` (graded outcome in [0, 1]) and ``invalid`` (bool: the
+        action was not admissible and nothing happened).
+        """
+
+    def admissible(self) -> list[str]:
+        """The actions that do something now, in the environment's grammar; ``search`` is listed as ``search <words>``."""
+
+
+class Grammar(Protocol):
+    """The text side of an environment: pure functions over text, with no access to any hidden state.
+
+    The experience model, the policy and the curriculum work on these alone, so a dream can never look at
+    the real environment.  ``state`` is always the abstract rendering, ``task`` the task's text.
+    """
+    def parse(self, state: str) -> Any:
+        """Inverse of the rendering; raises ValueError on text that is no state."""
+
+    def render(self, page: Any) -> str:
+        """The one rendering that the real environment and the experience model share."""
+
+    def admissible(self, state: str) -> list[str]:
+        """Same list as ``Env.admissible``, read off the state."""
+
+    def key(self, state: str, action: str) -> str:
+        """What phi encodes for retrieval (Eq. of section 1.4): page kind, action, and what the action points at."""
+
+    def kind(self, state: str) -> str:
+        """Page kind, e.g. ``results``."""
+
+    def diff(self, state: str, action: str, next_state: str, memory: list[str]) -> str:
+        """The next state as an edit (``[mem]``, ``[pick] v``, ``[same]`` ..) or, where none fits, as full text."""
+
+    def patch(self, state: str, action: str, edit: str, memory: list[str]) -> str:
+        """Inverse of ``diff``: edit -> next state; ``memory`` are next states of the retrieved transitions.
+        Raises ValueError on text that is no edit."""
+
+    def judge(self, task: str, state: str) -> list[tuple[str, str, bool]]:
+        """What the task asks, one check each: (wanted, what follows it in the state, met?).  Success = all met."""
+
+    def explain(self, task: str, state: str, action: str, next_state: str) -> str:
+        """Reasoning trace R* of one transition in look-up form (teacher ``rules``)."""
+
+    def counterfactual(self, task: str, state: str, rng) -> str | None:
+        """Another task text for the same final page, some checks broken at random; None where none can be made."""
+
+    def content_words(self, text: str) -> set[str]:
+        """Words of the text that carry content and may be renamed consistently."""
