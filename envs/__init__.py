@@ -14,12 +14,14 @@ from typing import Any, Protocol
 class Task:
     """One task: what the agent reads (``text``) and what only the real environment may read (``goal``).
 
+    ``start`` is the first abstract state (rho_0 of the paper: ``reset`` returns it, and a dream starts from it).
     ``split`` is ``train``, ``validation`` or ``test``; ``parent`` is the id of the task that a synthetic task
     varies (Eq. 6) and None for a task of the environment's own.
     """
     id: str
     text: str
     split: str
+    start: str = ""
     parent: str | None = None
     goal: Any = field(default=None, compare=False, repr=False)
 

@@ -1,0 +1,190 @@
+"""The experience model M_exp: one LLM that plays the environment (Eq. 4), its training (Eq. 5), and the dream.
+
+``ExperienceModel.predict`` is Eq. 4, ``training_rows`` makes the data of Eq. 5, ``DreamEnv`` is the synthetic MDP
+behind the protocol that the real environments speak.
+"""
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Sequence
+
+import torch
+
+import formats
+import llm
+from buffer import ReplayBuffer, Transition
+from envs import Grammar, Task
+
+
+@dataclass
+class Query:
+    """What Eq. 4 conditions on: tau (task), H_t (history and the states passed), s_t, a_t."""
+    task: str
+    task_id: str
+    episode: str
+    history: list[str]                # earlier actions, oldest first
+    past: list[str]                   # earlier states, oldest first
+    state: str
+    action: str
+
+
+@dataclass
+class Prediction:
+    """(R_t, s_{t+1}, r_{t+1}) of Eq. 4; ``next`` is the text as written, ``next_state`` what it stands for."""
+    reasoning: str
+    next: str
+    next_state: str
+    done: bool
+    success: bool
+
+
+class Codec:
+    """Between transitions and the experience model's text: history window, demonstrations, edits or full pages."""
+
+    def __init__(self, grammar: Grammar, buffer: ReplayBuffer, edits: bool, history: int, k: int, reasoning: bool):
+        self.grammar, self.buffer = grammar, buffer
+        self.edits, self.history, self.k, self.reasoning = edits, history, k, reasoning
+
+    def retrieve(self, queries: Sequence[Query]) -> list[list[Transition]]:
+        """D_k: the top-k transitions of the replay buffer, never of the same episode or task."""
+        if not self.k or not queries:
+            return [[] for _ in queries]
+        return self.buffer.query([q.state for q in queries], [q.action for q in queries], self.k,
+                                 [q.task_id for q in queries], [q.episode for q in queries])
+
+    def prompt(self, q: Query, demos: list[Transition]) -> str:
+        """The conditioning of Eq. 4.  With edits a demonstration is its key and page kind: its page is in memory."""
+        if self.edits:
+            shown = [(self.grammar.key(d.state, d.action), self.grammar.kind(d.next_state)) for d in demos]
+        else:
+            shown = [(formats.join(d.state, "<act>", d.action), d.next_state) for d in demos]
+        return formats.mexp_prompt(q.task, q.history[-self.history:] if self.history else [], q.state, q.action, shown)
+
+    def past(self, q: Query) -> list[str]:
+        return q.past if self.history else []
+
+    def target(self, q: Query, t: Transition, demos: list[Transition]) -> str:
+        """R*_t, s_{t+1} and the flags: the text whose log-likelihood Eq. 5 maximises."""
+        nxt = t.next_state
+        if self.edits:
+            nxt = self.grammar.diff(t.state, t.action, nxt, [d.next_state for d in demos], self.past(q))
+        return formats.mexp_target(formats.Answer(t.reasoning if self.reasoning else "", nxt, t.done, t.success))
+
+    def read(self, q: Query, demos: list[Transition], text: str) -> Prediction:
+        """The model's text -> prediction.  Raises ValueError on anything that is not one well-formed step."""
+        a = formats.parse_answer(text)
+        nxt = a.next
+        if self.edits:
+            nxt = self.grammar.patch(q.state, q.action, nxt, [d.next_state for d in demos], self.past(q))
+        else:
+            self.grammar.parse(nxt)
+        return Prediction(a.reasoning, a.next, nxt, a.done, a.success)
+
+
+def queries_of(transitions: Sequence[Transition]) -> list[Query]:
+    """The query of every transition, with the states that its episode passed before it."""
+    states: dict[str, list[str]] = {}
+    out = []
+    for t in transitions:
+        seen = states.setdefault(t.episode, [])
+        out.append(Query(t.task, t.task_id, t.episode, list(t.history), list(seen), t.state, t.action))
+        seen.append(t.state)
+    return out
+
+
+class ExperienceModel:
+    """Eq. 4: (s_{t+1}, r_{t+1}) = M_exp(R_t | {(s_i, a_i)}, {d_j}, tau), for many episodes at once."""
+
+    def __init__(self, lm: llm.LM, codec: Codec, max_new_tokens: int = 96, temperature: float = 0.0,
+                 retries: int = 1, generator: torch.Generator | None = None, remember: int = 50_000):
+        self.lm, self.codec = lm, codec
+        self.max_new_tokens, self.temperature, self.retries = max_new_tokens, temperature, retries
+        self.generator = generator
+        self.memo: OrderedDict[str, str] = OrderedDict()       # greedy answers by prompt: a pure function, so exact
+        self.remember = remember
+        self.counts = {"steps": 0, "generated": 0, "unparsed": 0, "failed": 0}
+
+    def predict(self, queries: Sequence[Query]) -> list[Prediction | None]:
+        """One prediction per query; None where the text did not parse even after ``retries`` further samples."""
+        demos = self.codec.retrieve(queries)
+        prompts = [self.codec.prompt(q, d) for q, d in zip(queries, demos)]
+        out: list[Prediction | None] = [None] * len(queries)
+        todo = list(range(len(queries)))
+        for attempt in range(1 + self.retries):
+            texts = self._write([prompts[i] for i in todo], self.temperature if attempt == 0 else 1.0)
+            failed = []
+            for i, text in zip(todo, texts):
+                try:
+                    out[i] = self.codec.read(queries[i], demos[i], text)
+                except ValueError:
+                    failed.append(i)
+            self.counts["unparsed"] += len(failed)
+            todo = failed
+            if not todo:
+                break
+        self.counts["steps"] += len(queries)
+        self.counts["failed"] += len(todo)
+        return out
+
+    def _write(self, prompts: list[str], temperature: float) -> list[str]:
+        fresh = [p for p in dict.fromkeys(prompts) if p not in self.memo] if temperature == 0 else prompts
+        ids = [self.lm.prompt(formats.MEXP_SYSTEM, p) for p in fresh]
+        samples = llm.generate(self.lm, ids, self.max_new_tokens, temperature, self.generator) if ids else []
+        texts = [self.lm.decode(s.ids) for s in samples]
+        self.counts["generated"] += len(texts)
+        if temperature > 0:
+            return texts
+        self.memo.update(zip(fresh, texts))
+        answers = [self.memo[p] for p in prompts]
+        while len(self.memo) > self.remember:
+            self.memo.popitem(last=False)
+        return answers
+
+
+class DreamEnv:
+    """The synthetic MDP: N episodes side by side inside the experience model.  No real transition is ever made.
+
+    Speaks the batched protocol of ``rl.rollout``.  A step that the model could not write down ends its episode as a
+    failure, never as a success.  ``reward_source``: ``model`` believes the model's success flag (the paper),
+    ``rules`` asks the grammar's judge about the dreamed page (dynamics stay dreamed).
+    """
+
+    def __init__(self, model: ExperienceModel, max_steps: int, reward_source: str = "model", prefix: str = "dream"):
+        self.model, self.max_steps, self.reward_source, self.prefix = model, max_steps, reward_source, prefix
+        self.grammar = model.codec.grammar
+        self.queries: list[Query] = []
+        self.started = 0
+        self.transitions: list[Transition] = []               # what was dreamed since ``reset``
+
+    def reset(self, tasks: Sequence[Task]) -> list[str]:
+        self.queries = [Query(t.text, t.id, f"{self.prefix}/{self.started + i}", [], [], t.start, "")
+                        for i, t in enumerate(tasks)]
+        self.started += len(tasks)
+        self.transitions = []
+        return [t.start for t in tasks]
+
+    def step(self, index: Sequence[int], actions: Sequence[str]) -> list[tuple[str, float, bool, bool, dict]]:
+        for i, a in zip(index, actions):
+            self.queries[i].action = a
+        queries = [self.queries[i] for i in index]
+        return [self._advance(q, p) for q, p in zip(queries, self.model.predict(queries))]
+
+    def _advance(self, q: Query, p: Prediction | None) -> tuple[str, float, bool, bool, dict]:
+        if p is None:
+            p = Prediction("", "", q.state, True, False)
+        success = p.success
+        score = float(success)
+        if p.done and self.reward_source == "rules":
+            checks = [met for *_, met in self.grammar.judge(q.task, q.state)]
+            success, score = all(checks), sum(checks) / max(1, len(checks))
+        reward = float(p.done and success)
+        invalid = not p.done and p.next_state == q.state
+        self.transitions.append(Transition(q.state, q.action, p.next_state, reward, p.done, success, q.task_id, q.task,
+                                           q.episode, len(q.history), "dream", list(q.history), p.reasoning))
+        q.past.append(q.state)
+        q.history.append(q.action)
+        q.state = p.next_state
+        truncated = not p.done and len(q.history) >= self.max_steps
+        return p.next_state, reward, p.done, truncated, {"success": success, "score": score, "invalid": invalid}
