@@ -1,0 +1,610 @@
+"""WebShop as text: the abstract state, the task text, the grammar over both, and the scripted policies.
+
+Nothing in this file can see more than text.  The real shop (``envs/webshop.py``) and the experience model share
+``render``, so a dreamed page and a real one look the same.
+
+The text.  Words are separated by single spaces; everything that can be looked up is followed by a separator
+that tells where it stands: ``|`` (on the page), ``*`` (chosen option), ``,`` (in the task)::
+
+    task      wireless , padded , travel headphones , color red , price 60.00 ,
+    home      [home]
+    results   [results] p1 1 s017 norwick travel headphones | wireless | $49.5 2 s201 ...
+    item      [item] norwick travel headphones | wireless | $49.5 color black | red * size small | large |
+    sub page  [description] line | line |      (also [features], [reviews], [attributes])
+    end       [done]
+    actions   search w1 w2 .. / click 3 / click <product id> / click red / click buy / click back / click prev /
+              click next / click description (features, reviews, attributes)
+
+A page is lower-cased and its white space collapsed; both are lossless for the task, as the shop's search, its
+buttons and its reward do the same.  A title is a row of segments, each followed by ``|``.  Option names and values
+are one word each: their spaces are written ``_``.  Text that could be mistaken for the above is written in
+percent codes (``%3c`` for ``<``): every ``<``, ``[`` and ambiguous ``%``; a leading ``$``; the words ``|``, ``*``
+and ``,``; in option words also ``_`` and, where the whole word names a button, its first letter.
+"""
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+SUB_PAGES = ("description", "features", "reviews", "attributes")
+KINDS = ("home", "results", "item", *SUB_PAGES, "done")
+BUTTONS = ("buy", "back", "prev", "next", *SUB_PAGES)
+# Share of common products from which two results pages count as the same page, see WebShopGrammar.diff.
+SAME_RESULTS = 0.3
+# Words with a meaning of their own in states, actions, tasks and traces: never content.
+STRUCTURE = {*BUTTONS, *KINDS, "search", "click", "price", "open", "choose", "read", "nothing", "ok", "yes"}
+FUNCTION_WORDS = set("a an and are as at be by can find for from has i in is it its me my not no of on one or that the "
+                     "these this to want was which will with you your".split())
+
+
+# ---------------------------------------------------------------------------------------------------- escaping
+def clean(text: str) -> str:
+    """Lower-cased, white space collapsed."""
+    return " ".join(text.lower().split())
+
+
+def _code(match: re.Match) -> str:
+    return f"%{ord(match[0]):02x}"
+
+
+def _escape(word: str) -> str:
+    """One word of running text such that it contains none of our markers; readable words stay as they are."""
+    word = re.sub(r"%(?=[0-9a-f]{2})|[<\[]", _code, word)
+    return re.sub(r"^([|*,]$|\$)", _code, word)
+
+
+def _unescape(word: str) -> str:
+    return re.sub(r"%([0-9a-f]{2})", lambda match: chr(int(match[1], 16)), word)
+
+
+def option_word(text: str) -> str:
+    """The single word that stands for an option name or value: ``Light Blue`` -> ``light_blue``."""
+    text = re.sub(r"%(?=[0-9a-f]{2})|[<\[_]", _code, clean(text)).replace(" ", "_")
+    if text in BUTTONS:
+        return _code(re.match(".", text)) + text[1:]
+    return re.sub(r"^([|*,]$|\$)", _code, text) or "_"
+
+
+def option_text(word: str) -> str:
+    """Inverse of ``option_word`` (up to case and white space): ``light_blue`` -> ``light blue``."""
+    return _unescape(word.replace("_", " ")).strip()
+
+
+def _segments(text: str) -> list[str]:
+    """The pieces of a text between words ``|``, none of them empty."""
+    pieces: list[list[str]] = [[]]
+    for word in text.lower().split():
+        if word == "|":
+            pieces.append([])
+        else:
+            pieces[-1].append(word)
+    return [" ".join(piece) for piece in pieces if piece]
+
+
+# -------------------------------------------------------------------------------------------------------- pages
+class Item(NamedTuple):
+    """One product on a results page."""
+    id: str
+    title: str
+    price: str
+
+
+class Option(NamedTuple):
+    """One kind of option on an item page; ``chosen`` is one of ``values`` or None."""
+    name: str
+    values: tuple[str, ...]
+    chosen: str | None = None
+
+
+@dataclass(frozen=True)
+class Page:
+    """Any page.  The texts given are normalised here, so that ``parse(render(page)) == page`` for every page.
+
+    kind: one of KINDS.  number: results page, from 1.  items: results.  title, price, options: item page
+    (price tag as ``$49.5`` or ``$12.5 to $18.75``).  lines: sub pages.
+    """
+    kind: str
+    number: int = 0
+    items: tuple[Item, ...] = ()
+    title: str = ""
+    price: str = ""
+    options: tuple[Option, ...] = ()
+    lines: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown page kind {self.kind!r}; known: {', '.join(KINDS)}")
+        items = [Item(clean(i.id), " | ".join(_segments(i.title)), _tag(i.price)) for i in
+                 map(Item._make, self.items)]
+        options = []
+        for name, values, chosen in self.options:
+            values = tuple(value for value in map(clean, values) if value)   # the shop cannot click an empty value
+            chosen = clean(chosen) if chosen is not None else None
+            if values:
+                options.append(Option(clean(name), values, chosen if chosen in values else None))
+        is_item = self.kind == "item"
+        normal = {"number": self.number if self.kind == "results" else 0,
+                  "items": tuple(items) if self.kind == "results" else (),
+                  "title": " | ".join(_segments(self.title)) if is_item else "",
+                  "price": _tag(self.price) if is_item else "",
+                  "options": tuple(options) if is_item else (),
+                  "lines": tuple(s for line in self.lines for s in _segments(line)) if self.kind in SUB_PAGES else ()}
+        for name, value in normal.items():
+            object.__setattr__(self, name, value)
+
+
+def _tag(tag: str) -> str:
+    tag = clean(tag)
+    if not re.fullmatch(r"\$[\d.e+]+( to \$[\d.e+]+)?", tag):
+        raise ValueError(f"price tag {tag!r} is neither '$a' nor '$a to $b'")
+    return tag
+
+
+def _running(segments: Iterable[str]) -> str:
+    return "".join(" " + " ".join(map(_escape, segment.split(" "))) + " |" for segment in segments)
+
+
+def render(page: Page) -> str:
+    """The page as text, see the top of this file."""
+    text = f"[{page.kind}]"
+    if page.kind == "results":
+        text += f" p{page.number}"
+        for number, item in enumerate(page.items, 1):
+            text += f" {number} {option_word(item.id)}{_running(_segments(item.title))} {item.price}"
+    elif page.kind == "item":
+        text += f"{_running(_segments(page.title))} {page.price}"
+        for option in page.options:
+            text += f" {option_word(option.name)}"
+            for value in option.values:
+                text += f" {option_word(value)} {'*' if value == option.chosen else '|'}"
+    return text + _running(page.lines)
+
+
+@lru_cache(maxsize=8192)
+def parse(text: str) -> Page:
+    """Inverse of ``render``.  Raises ValueError on text that ``render`` cannot have written."""
+    words = text.split(" ")
+    kind = words[0][1:-1]
+    try:
+        if kind == "results":
+            page = _parse_results(words)
+        elif kind == "item":
+            title, price, at = _parse_title(words, 1)
+            page = Page(kind, title=title, price=price, options=_parse_options(words[at:]))
+        else:
+            body = " ".join(map(_unescape, words[1:]))
+            page = Page(kind, lines=tuple(body.split(" | ")) if body else ())
+    except IndexError:
+        raise ValueError(f"page breaks off: {text[:80]!r}") from None
+    if render(page) != text:
+        raise ValueError(f"not a page of this shop: {text[:80]!r}")
+    return page
+
+
+def _parse_title(words: list[str], at: int) -> tuple[str, str, int]:
+    """Title and price tag from position ``at`` on, and the position behind them."""
+    start = at
+    while not words[at].startswith("$"):
+        at += 1
+    title, price = " ".join(map(_unescape, words[start:at])), words[at]
+    if words[at + 1:at + 2] == ["to"] and words[at + 2].startswith("$"):
+        price, at = f"{price} to {words[at + 2]}", at + 2
+    return title, price, at + 1
+
+
+def _parse_results(words: list[str]) -> Page:
+    items, at = [], 2
+    while at < len(words):
+        title, price, behind = _parse_title(words, at + 2)
+        items.append(Item(option_text(words[at + 1]), title, price))
+        at = behind
+    return Page("results", number=int(words[1][1:]), items=tuple(items))
+
+
+def _parse_options(words: list[str]) -> tuple[Option, ...]:
+    """``color black | red * size ..``: two words before a separator are a name and its first value."""
+    options, at = [], 0
+    while at < len(words):
+        if words[at + 1] not in ("|", "*"):
+            options.append(Option(option_text(words[at]), (), None))
+            at += 1
+        name, values, chosen = options[-1]
+        value = option_text(words[at])
+        options[-1] = Option(name, (*values, value), value if words[at + 1] == "*" else chosen)
+        at += 2
+    return tuple(options)
+
+
+def pick(page: Page, word: str) -> Page:
+    """The item page after a click on option ``word``.  Of two options with this value the last one gets it,
+    as in the shop.  Raises ValueError where the page has no such option."""
+    value = option_text(word)
+    holders = [option for option in page.options if value in option.values]
+    if not holders:
+        raise ValueError(f"no option {word!r} on this page")
+    options = tuple(o._replace(chosen=value) if o is holders[-1] else o for o in page.options)
+    return Page("item", title=page.title, price=page.price, options=options)
+
+
+# -------------------------------------------------------------------------------------------------------- tasks
+_PREAMBLE = re.compile(r"^(hello|hi)?[, ]*(please )?(find me|give me|(i am|i'm|im)? ?(looking|searching) (for|to (buy|find))|"
+                       r"i (need|want|would like|am in need of)( to (buy|find|get|purchase))?)( an?| some| the)? ")
+_SPLIT = re.compile(r", and |, | with | for | and | that (?:is|are) | which (?:is|are) ")
+
+
+def task_text(instruction: str) -> str:
+    """The task as items, each followed by a comma, from the shop's instruction alone.
+
+    ``Find me wireless, padded, travel headphones with color: red, and price lower than 60.00 dollars`` ->
+    ``wireless , padded , travel headphones , color red , price 60.00 ,``.  The last item before the options is
+    the product.  Free-form instructions of people are cut at commas and at small words in the same way.
+    """
+    text = clean(instruction)
+    price = re.search(r", and price lower than (\d+\.\d+) dollars$", text)
+    text = text[:price.start()] if price else text
+    # the options start at the last "with" that a "name: " follows
+    named = re.search(r" with ((?:(?! with )[^,:])+: .*)$", text)
+    text = text[:named.start()] if named else text
+    options = re.split(r", and (?=[^,:]+: )", named[1]) if named else []
+    items = []
+    for phrase in _SPLIT.split(_PREAMBLE.sub("", text).strip(" .?!")):
+        words = [_escape(word) for word in phrase.split(" ") if word.strip(",.;:?!")]
+        items += [" ".join(words)] if words else []
+    items += [" ".join(map(option_word, option.split(": ", 1))) for option in options]
+    items += [f"price {price[1]}"] if price else []
+    return " , ".join(items) + " ,"
+
+
+def task_items(task: str) -> list[str]:
+    """``wireless , travel headphones , price 60.00 ,`` -> its items."""
+    return [item for item in task.removesuffix(" ,").split(" , ") if item]
+
+
+def limit_of(item: str) -> float | None:
+    """The limit of a price item, None for any other item."""
+    match = re.fullmatch(r"price (\d+\.\d+)", item)
+    return float(match[1]) if match else None
+
+
+def dollars(tag: str) -> float:
+    """The price that a tag promises at most; the shop draws a hidden price from a range."""
+    return float(tag.split("$")[-1])
+
+
+# ------------------------------------------------------------------------------------------------------ grammar
+class WebShopGrammar:
+    """The text side of WebShop (protocol ``envs.Grammar``).
+
+    ``texts``: tasks and states of the training data, in any order.  They teach the option names (which tell the
+    item ``color red`` from the item ``wool sweater``) and the vocabulary of ``counterfactual``; nothing else is
+    known about the shop.  An option name is also recognised on the very page that is judged.
+    """
+    # words of a trace that carry the verdict or the place of a look-up
+    verdict_words = frozenset({"ok", "no", "|", "*", ","})
+    parse = staticmethod(parse)
+    render = staticmethod(render)
+
+    def __init__(self, texts: Iterable[str] = ()):
+        texts = list(dict.fromkeys(texts))
+        self.values: dict[str, list[str]] = {}                       # option name -> values
+        for text in texts:
+            for option in parse(text).options if text.startswith("[item]") else ():
+                known = self.values.setdefault(option_word(option.name), [])
+                known += [word for word in map(option_word, option.values) if word not in known]
+        attributes, products = {}, {}
+        for text in texts:
+            if not text.startswith("["):
+                *first, product = self.phrases(text) or [""]
+                attributes.update(dict.fromkeys(first))
+                products[product] = None
+        self.attributes, self.products = list(attributes), [product for product in products if product]
+
+    # ---------------------------------------------------------------- reading
+    def _option(self, item: str, page: Page | None = None) -> tuple[str, str] | None:
+        """(name, value word) where the item asks for an option."""
+        words = item.split(" ")
+        on_page = [option_word(option.name) for option in page.options] if page else []
+        return (words[0], words[1]) if len(words) == 2 and (words[0] in self.values or words[0] in on_page) else None
+
+    def phrases(self, task: str) -> list[str]:
+        """The attributes and, last, the product that the task asks for."""
+        return [item for item in task_items(task) if limit_of(item) is None and not self._option(item)]
+
+    def kind(self, state: str) -> str:
+        kind = state.split(" ", 1)[0][1:-1]
+        if kind not in KINDS or not state.startswith("["):
+            raise ValueError(f"not a page of this shop: {state[:80]!r}")
+        return kind
+
+    def admissible(self, state: str) -> list[str]:
+        """Order: what the page offers, then its buttons.  (Searching works on every page but is offered at home;
+        the shop shows no attributes page unless told to, so its button is not listed.)"""
+        page = parse(state)
+        if page.kind == "home":
+            return ["search <words>"]
+        if page.kind == "results":
+            turn = ["click next"] + (["click prev"] if page.number > 1 else [])
+            return [f"click {number}" for number in range(1, len(page.items) + 1)] + turn + ["click back"]
+        if page.kind == "item":
+            words = dict.fromkeys(option_word(value) for option in page.options for value in option.values)
+            return [f"click {word}" for word in words] + [f"click {word}" for word in (
+                "buy", "back", "prev", "description", "features", "reviews")]
+        return ["click back", "click prev"] if page.kind in SUB_PAGES else []
+
+    def key(self, state: str, action: str) -> str:
+        """Page kind and action, the link resolved: two pairs with the same key lead to the same page.
+
+        A search leads to the same page from everywhere.  ``click 3`` means another product on every page, so the
+        product stands in its place; a sub page belongs to the title; the next page to the first products of this one.
+        """
+        if action.startswith("search "):
+            return action
+        page = parse(state)
+        key = f"{page.kind} {action}"
+        link = action.removeprefix("click ")
+        if page.kind == "results":
+            for number, item in enumerate(page.items, 1):
+                if link in (str(number), option_word(item.id)):
+                    return f"results click {option_word(item.id)}{_running(_segments(item.title))}"
+            if link == "next":
+                return " ".join([f"{key} p{page.number}"] + [option_word(item.id) for item in page.items[:3]])
+        if page.kind == "item" and link in SUB_PAGES:
+            return key + _running(_segments(page.title))
+        return key
+
+    # ---------------------------------------------------------------- edits
+    def diff(self, state: str, action: str, next_state: str, memory: Sequence[str],
+             past: Sequence[str] = ()) -> str:
+        """The next state as an edit, in this order: ``[pick] v`` (option v is chosen), ``[same]`` (nothing
+        happens), ``[home]``, ``[done]``, ``[prevpage]`` (the page that prev leads to, read off ``past``), ``[mem]``
+        (the first of ``memory``), else its full text.
+
+        ``memory``: next states of the retrieved transitions, nearest first.  ``past``: earlier states of this
+        episode, newest last.  Lossy in one place: ``[mem]`` also stands for a results page of which at
+        least SAME_RESULTS of the products are those of the remembered page.
+        """
+        word = action.removeprefix("click ")
+        if self.kind(state) == "item" == self.kind(next_state) and action.startswith("click "):
+            if f"click {word}" in self.admissible(state) and word not in BUTTONS and (
+                    render(pick(parse(state), word)) == next_state):
+                return f"[pick] {word}"
+        if next_state == state:
+            return "[same]"
+        if next_state in ("[home]", "[done]"):
+            return next_state
+        if action == "click prev" and next_state == self._previous(state, past):
+            return "[prevpage]"
+        if memory and (memory[0] == next_state or self._similar(memory[0], next_state)):
+            return "[mem]"
+        return next_state
+
+    def patch(self, state: str, action: str, edit: str, memory: Sequence[str],
+              past: Sequence[str] = ()) -> str:
+        """Inverse of ``diff``.  Raises ValueError where the edit is none, or has nothing to work on."""
+        if edit == "[same]":
+            return state
+        if edit.startswith("[pick] "):
+            return render(pick(parse(state), edit.removeprefix("[pick] ")))
+        if edit == "[prevpage]":
+            previous = self._previous(state, past)
+            if previous is None:
+                raise ValueError("[prevpage], but the episode has no such page")
+            return previous
+        if edit == "[mem]":
+            if not memory:
+                raise ValueError("[mem], but nothing was retrieved")
+            return memory[0]
+        return render(parse(edit))
+
+    def _previous(self, state: str, past: Sequence[str]) -> str | None:
+        """Where ``click prev`` leads: sub page -> item page (its options stay chosen), item -> results page,
+        results page p -> p - 1; each the newest such page of the episode."""
+        kind = self.kind(state)
+        if kind == "results":
+            wanted = f"[results] p{parse(state).number - 1}"
+            fits = [page for page in past if page == wanted or page.startswith(wanted + " ")]
+        else:
+            wanted = "item" if kind in SUB_PAGES else "results" if kind == "item" else None
+            fits = [page for page in past if self.kind(page) == wanted]
+        return fits[-1] if fits else None
+
+    def _similar(self, first: str, second: str) -> bool:
+        if self.kind(first) != "results" or self.kind(second) != "results":
+            return False
+        first, second = parse(first), parse(second)
+        common = set(first.items) & set(second.items)
+        return first.number == second.number and 0 < SAME_RESULTS * len(second.items) <= len(common)
+
+    # ---------------------------------------------------------------- judging
+    def judge(self, task: str, state: str) -> list[tuple[str, str, bool]]:
+        """One look-up per word that the task asks for: (word, the token that follows it, fine?).
+
+        The token is looked up on the page or, for a word that the page lacks, in the task: so a wanted word
+        is met exactly if ``|`` follows (attribute, product), or ``*`` (option).  A price is met by what stands on
+        the tag: (``price 60.00``, ``$49.5``, True).  On a state that is no item page nothing is met.
+        """
+        page = parse(state)
+        title = " | ".join(_segments(page.title) + [""]).split()
+        listed = {option_word(v): "*" if v == o.chosen else "|" for o in page.options for v in o.values}
+        chosen = {option_word(o.chosen): "*" for o in page.options if o.chosen is not None}
+        checks = []
+        for item in task_items(task):
+            option = self._option(item, page)
+            if (limit := limit_of(item)) is not None:
+                checks.append((item, page.price or ",", bool(page.price) and dollars(page.price) <= limit))
+            elif option:
+                follows = {**listed, **chosen}.get(option[1], ",")
+                checks.append((option[1], follows, follows == "*"))
+            else:
+                checks += _look_up(item.split(" "), [_escape(word) if word != "|" else word for word in title])
+        return checks
+
+    def met(self, task: str, state: str) -> bool:
+        """Whether buying here fulfils the task, as far as the page tells."""
+        checks = self.judge(task, state)
+        return bool(checks) and all(fine for _, _, fine in checks)
+
+    def explain(self, task: str, state: str, action: str, next_state: str) -> str:
+        """Trace of one transition: on a purchase every look-up of ``judge``, else one word for what happens."""
+        if next_state == "[done]":
+            return " ".join(f"{word} {follows} {'ok' if fine else 'no'}"
+                            for word, follows, fine in self.judge(task, state))
+        if self.diff(state, action, next_state, [], []).startswith("[pick]"):
+            return "choose"
+        if next_state == state:
+            return "nothing"
+        if action == "click prev":
+            return "back"
+        kind = self.kind(next_state)
+        return {"results": "results", "item": "open", "home": "home"}.get(kind, "read")
+
+    # ---------------------------------------------------------------- augmentation
+    def counterfactual(self, task: str, state: str, rng: random.Random) -> str | None:
+        """Another task for the same purchase; ``judge`` on the page gives its label, no environment is asked.
+
+        First a task that the page meets (options that nobody chose are left out).  Half of the tasks stay so; in a
+        quarter one check is broken, in a quarter each check on its own with probability 1/2: another
+        attribute, product or option value, a limit below the price.  None where the state is no item page, the
+        title names no known product or attribute.
+        """
+        if self.kind(state) != "item":
+            return None
+        page = parse(state)
+        segments = [" ".join(map(_escape, segment.split(" "))) for segment in _segments(page.title)]
+        product = next((p for p in self.products if segments and f" {segments[0]}".endswith(f" {p}")), None)
+        known = [segment for segment in segments[1:] if segment in self.attributes]
+        if product is None or not known:
+            return None
+        asked = max(1, len(self.phrases(task)) - 1)
+        attributes = rng.sample(known, min(asked, len(known)))
+        chosen = [(option_word(o.name), option_word(o.chosen)) for o in page.options if o.chosen is not None]
+        missing = [option_word(o.name) for o in page.options if o.chosen is None]
+        above = [ten for ten in range(10, 1000, 10) if ten >= dollars(page.price)][:4]
+        below = [ten for ten in range(10, 1000, 10) if ten < dollars(page.price)][-4:]
+
+        # slots: (the item that the page meets or None, items that it does not meet)
+        slots = [(a, [x for x in self.attributes if x not in segments]) for a in attributes]
+        slots += [(product, [p for p in self.products if p != product])]
+        for name, value in chosen + [(name, None) for name in missing]:
+            here = [option_word(v) for o in page.options if option_word(o.name) == name for v in o.values]
+            others = [v for v in here + rng.sample(self.values.get(name, []), min(2, len(self.values.get(name, []))))
+                      if v != value]
+            slots.append((f"{name} {value}" if value else None, [f"{name} {v}" for v in others]))
+        if above and any(limit_of(item) is not None for item in task_items(task)):
+            slots.append((f"price {rng.choice(above):.2f}", [f"price {ten:.2f}" for ten in below]))
+
+        breakable = [number for number, (_, worse) in enumerate(slots) if worse]
+        broken: set[int] = set()
+        if rng.random() < 0.5 and breakable:
+            broken = {number for number in breakable if rng.random() < 0.5} if rng.random() < 0.5 else set()
+            broken = broken or {rng.choice(breakable)}
+        items = [rng.choice(worse) if number in broken else better for number, (better, worse) in enumerate(slots)]
+        return " , ".join(item for item in items if item) + " ,"
+
+    def content_words(self, text: str) -> set[str]:
+        """Words of a task, state, action, key or trace that may be renamed consistently: brands, nouns, attributes,
+        option values.  Left out: option names, product ids and numbers, separators, markers, function words."""
+        return {word for word in text.split(" ") if word not in STRUCTURE and word not in FUNCTION_WORDS
+                and word not in self.values and word[:1] not in ("[", "<") and re.search(r"[^\W\d]", word)
+                and not re.search(r"\d", word)}
+
+
+def _look_up(phrase: list[str], title: list[str]) -> list[tuple[str, str, bool]]:
+    """The look-ups of a phrase in a title (words, each segment followed by ``|``)."""
+    for at in range(len(title) - len(phrase)):
+        if title[at:at + len(phrase)] == phrase:
+            return [(word, title[at + n + 1], True) for n, word in enumerate(phrase)]
+    checks = []
+    for n, word in enumerate(phrase):
+        in_task = (phrase + [","])[n + 1]
+        follows = title[title.index(word) + 1] if word in title else in_task
+        checks.append((word, follows, n + 1 < len(phrase) and follows == in_task))
+    return checks
+
+
+def rename(text: str, mapping: dict[str, str]) -> str:
+    """The text with its words replaced; with a bijection of content words, the inverse mapping undoes it."""
+    return " ".join(mapping.get(word, word) for word in text.split(" "))
+
+
+# ----------------------------------------------------------------------------------------------------- policies
+Policy = Callable[[str, str, list[str], random.Random], str]
+
+
+def policy(name: str, grammar: WebShopGrammar) -> Policy:
+    """A scripted policy ``(task, state, own earlier actions, rng) -> action`` that reads text alone.
+
+    ``expert`` compares and checks, ``noisy`` is an expert that slips, ``mediocre`` buys what it opens first,
+    ``random`` clicks anything.
+    """
+    rules = {"expert": _expert, "noisy": _noisy, "mediocre": _mediocre, "random": _random}
+    if name not in rules:
+        raise ValueError(f"unknown scripted policy {name!r}; known: {', '.join(rules)}")
+    return lambda task, state, history, rng: rules[name](grammar, task, state, history, rng)
+
+
+def _query(grammar: WebShopGrammar, task: str) -> str:
+    words = [(grammar._option(item) or ("", item))[1] for item in task_items(task) if limit_of(item) is None]
+    return "search " + " ".join(words)
+
+
+def _fits(grammar: WebShopGrammar, task: str, title: str, price: str) -> int:
+    """How many words that a results page can tell are met; the options are not shown there."""
+    items = [item for item in task_items(task) if not grammar._option(item)]
+    checks = grammar.judge(" , ".join(items) + " ,", render(Page("item", title=title, price=price)))
+    return sum(fine for _, _, fine in checks) - len(checks)
+
+
+def _expert(grammar: WebShopGrammar, task: str, state: str, history: list[str], rng: random.Random) -> str:
+    page = parse(state)
+    searches = [at for at, action in enumerate(history) if action.startswith("search ") or action == "click next"]
+    opened = [action for action in history[searches[-1] + 1 if searches else 0:] if re.fullmatch(r"click \d+", action)]
+    if page.kind == "home":
+        return _query(grammar, task)
+    if page.kind == "results":
+        links = [f"click {number}" for number in range(1, len(page.items) + 1)]
+        fits = {link: _fits(grammar, task, item.title, item.price) for link, item in zip(links, page.items)
+                if link not in opened}
+        best = max(fits, key=fits.get, default=None)
+        if best is None or (fits[best] < 0 and page.number == 1):
+            return "click next" if page.number == 1 else "click back"
+        return best
+    if page.kind == "item":
+        wanted = [option[1] for item in task_items(task) if (option := grammar._option(item, page))]
+        links = [f"click {value}" for value in wanted]
+        offered = grammar.admissible(state)
+        if len(opened) < 4 and (_fits(grammar, task, page.title, page.price) < 0 or not set(links) <= set(offered)):
+            return "click prev"
+        chosen = {option_word(option.chosen) for option in page.options if option.chosen is not None}
+        todo = [link for link, value in zip(links, wanted) if link in offered and value not in chosen]
+        return todo[0] if todo else "click buy"
+    return "click prev"
+
+
+def _noisy(grammar: WebShopGrammar, task: str, state: str, history: list[str], rng: random.Random) -> str:
+    if rng.random() < 0.12:
+        return _random(grammar, task, state, history, rng)
+    return _expert(grammar, task, state, history, rng)
+
+
+def _mediocre(grammar: WebShopGrammar, task: str, state: str, history: list[str], rng: random.Random) -> str:
+    page = parse(state)
+    if page.kind == "results" and page.items:
+        return f"click {min(len(page.items), 1 + int(rng.expovariate(1)))}"
+    if page.kind == "item" and rng.random() < 0.25:
+        return "click buy"
+    if page.kind == "results":
+        return "click back"
+    return _expert(grammar, task, state, ["click 1"] * 4, rng)
+
+
+def _random(grammar: WebShopGrammar, task: str, state: str, history: list[str], rng: random.Random) -> str:
+    action = rng.choice(grammar.admissible(state))
+    if action == "search <words>":
+        words = _query(grammar, task).split(" ")[1:]
+        return "search " + " ".join(rng.sample(words, rng.randint(1, len(words))))
+    return action
