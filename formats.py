@@ -109,3 +109,23 @@ def writer_prompt(seed: str) -> str:
 
 def parse_task(text: str) -> str | None:
     return None if any(m in text for m in MARKERS) else unescape(text.strip()) or None
+
+
+class PolicyFormat:
+    """How a policy is asked and read (``rollouts.PromptFormat``): tagged answers and a list of the admissible
+    actions for instruct models, the bare action for the tiny backbone."""
+
+    def __init__(self, lm, history: int):
+        self.lm, self.history, self.tagged = lm, history, lm.chat
+
+    def prompt(self, task: str, history: Sequence[str], state: str, admissible: Sequence[str] = ()) -> list[int]:
+        recent = history[-self.history:] if self.history else ()
+        return self.lm.prompt(POLICY_SYSTEM, policy_prompt(task, recent, state, admissible if self.tagged else ()))
+
+    def parse(self, text: str) -> str | None:
+        return parse_action(text, self.tagged)
+
+    def target(self, action: str, thought: str = "") -> list[int]:
+        """Ids of the answer that says ``action``, with EOS."""
+        text = f"<think>{escape(thought)}</think><action>{escape(action)}</action>" if self.tagged else escape(action)
+        return self.lm.encode(text) + [self.lm.eos_id]
