@@ -1,0 +1,122 @@
+"""What the tests of rl.py share: a policy of a few thousand weights, two small worlds, a configuration."""
+from types import SimpleNamespace
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import llm
+import rl
+from envs import Task
+
+WORDS = ["a", "b", "c", "d", "go", "left", "at"]
+
+
+def word_tokenizer(words=WORDS):
+    """One token per word."""
+    vocabulary = {w: i for i, w in enumerate([llm.PAD, llm.EOS, *words])}
+    tok = Tokenizer(models.WordLevel(vocabulary, unk_token=llm.PAD))
+    tok.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tok, pad_token=llm.PAD, eos_token=llm.EOS)
+
+
+def byte_tokenizer(merges=()):
+    """One token per byte, plus the merges given (pairs of single characters)."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {w: i for i, w in enumerate([llm.PAD, llm.EOS, *alphabet, *(x + y for x, y in merges)])}
+    tok = Tokenizer(models.BPE(vocabulary, list(merges)))
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tok.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tok, pad_token=llm.PAD, eos_token=llm.EOS)
+
+
+def tiny_policy(seed=0, tokenizer=None, layers=2, width=32):
+    return llm.tiny_lm(tokenizer or word_tokenizer(), layers=layers, width=width, heads=2, mlp=2 * width, seed=seed,
+                       constructed=False)
+
+
+def config(**changes):
+    """rl settings of the tests: the defaults, except where a small value makes a test sharper."""
+    values = dict(algorithm="grpo", lr=3e-3, lr_warmup=0, adam_8bit=False, adam_eps=1e-8, weight_decay=0.0,
+                  clip_low=0.2, clip_high=0.2, dual_clip=3.0, kl_coef=0.0, kl_in="none", kl_estimator="k3",
+                  entropy_coef=0.0, norm_std=True, epochs=1, minibatches=1, micro_tokens=4096, temperature=1.0,
+                  gamma=1.0, lam=1.0, whiten=True, value_lr=1e-2, value_warmup=0, value_clip=None, value_epochs=4,
+                  target_kl=None, max_grad_norm=1.0, invalid_penalty=0.0, loss_denominator="tokens_of_step",
+                  mask_cut=False)
+    assert changes.keys() <= values.keys()
+    return SimpleNamespace(**{**values, **changes})
+
+
+class Format:
+    """Bare actions; the prompt is the state, after as many earlier actions as ``memory`` says."""
+
+    def __init__(self, policy, memory=0):
+        self.policy, self.memory = policy, memory
+
+    def prompt(self, task, history, state, admissible):
+        return self.policy.encode(" ".join([*history[-self.memory:], state] if self.memory else [state]))
+
+    def parse(self, text):
+        return text.strip() or None
+
+
+class Bandit:
+    """One turn, two tokens: half a reward for each that is right.  The best policy earns 1."""
+    best = ["b", "d"]
+
+    def reset(self, task):
+        return "go"
+
+    def step(self, action):
+        words = action.split()
+        score = sum(x == y for x, y in zip(words, self.best)) / 2 if len(words) <= 2 else 0.0
+        return "go", score, True, False, {"success": score == 1, "score": score, "invalid": False}
+
+
+class Corridor:
+    """Three doors, each opened by its own word (a third of a reward each); a wrong word changes nothing.  Four turns."""
+    doors = ["c", "a", "d"]
+
+    def reset(self, task):
+        self.cell, self.turn = 0, 0
+        return "at a"
+
+    def step(self, action):
+        right = action == self.doors[self.cell]
+        self.cell += right
+        self.turn += 1
+        done = self.cell == 3
+        return ("at " + "abcd"[self.cell], right / 3, done, not done and self.turn == 4,
+                {"success": done, "score": self.cell / 3, "invalid": not right})
+
+
+def play(policy, world, episodes, temperature=1.0, group_size=None, generator=None, **options):
+    """``episodes`` rollouts of one task, in groups of ``group_size`` (default: one group)."""
+    size = group_size or episodes
+    tasks = [Task("t", "task", "train")] * episodes
+    options = dict(max_turns=4, max_new_tokens=3, max_prompt_tokens=64) | options
+    return rl.rollout(policy, rl.RealBatch([world() for _ in tasks], lambda n: None), tasks,
+                      [f"0/{i // size}" for i in range(episodes)], Format(policy), lambda state: [],
+                      temperature=temperature, generator=generator, **options)
+
+
+def mean_outcome(episodes):
+    return sum(e.outcome for e in episodes) / len(episodes)
+
+
+def learn(world, cfg, iterations, seed, episodes=64, group_size=16, target=None):
+    """Train a fresh policy; returns (policy, mean outcome of each iteration)."""
+    policy = tiny_policy(seed)
+    optimizer = rl.make_optimizer(policy, cfg)
+    ref = rl.freeze_reference(policy) if cfg.kl_in != "none" else None
+    value = rl.ValueHead(policy.model.config.hidden_size, cfg.value_lr) if cfg.algorithm == "ppo" else None
+    generator = torch.Generator().manual_seed(seed)
+    curve = []
+    for _ in range(iterations):
+        played = play(policy, world, episodes, group_size=group_size, generator=generator)
+        curve.append(mean_outcome(played))
+        if target and len(curve) > 2 and min(curve[-3:]) >= target:
+            break
+        rows, _ = rl.rows_from(played, cfg)
+        rl.update(policy, ref, optimizer, rows, cfg, value, generator)
+    return policy, curve

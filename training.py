@@ -1,0 +1,122 @@
+"""Mechanics around an optimizer step: processes, precision, memory, the frozen reference.  No algorithm in here."""
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import llm
+from config import UserError
+
+MAX_BAD_STEPS = 3            # non-finite optimizer steps in a row that end the run
+
+
+def freeze_reference(policy: llm.LM) -> llm.LM | str:
+    """A frozen copy of the policy as it is now: KL to it is exactly 0 before the first step.
+
+    With adapters the copy is a second adapter ``reference`` (switching adapters *off* would give the base model,
+    not the policy the run started from); otherwise a second model.
+    """
+    model = policy.model
+    if not hasattr(model, "peft_config"):
+        return replace(policy, model=copy.deepcopy(model).eval().requires_grad_(False))
+    trained = model.active_adapter
+    model.add_adapter("reference", model.peft_config[trained])
+    weights = dict(model.named_parameters())
+    for name, weight in weights.items():
+        if ".reference." in name:
+            weight.data.copy_(weights[name.replace(".reference.", f".{trained}.")].data)
+            weight.requires_grad_(False)
+    return "reference"
+
+
+@contextmanager
+def reference_policy(policy: llm.LM, ref: llm.LM | str) -> Iterator[llm.LM]:
+    """The reference as an LM: the frozen model, or the policy with its reference adapter switched on."""
+    if not isinstance(ref, str):
+        yield ref
+        return
+    trained = policy.model.active_adapter
+    policy.model.set_adapter(ref)
+    try:
+        yield policy
+    finally:
+        policy.model.set_adapter(trained)
+
+
+@contextmanager
+def mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Switch train/eval and switch back."""
+    before = model.training
+    model.train(training)
+    try:
+        yield
+    finally:
+        model.train(before)
+
+
+@contextmanager
+def explain_out_of_memory(optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+    """Out of memory becomes one clear line; weights and optimizer stay those of the last complete step."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none=True)
+        raise UserError("out of memory: lower rl.micro_tokens, set model.gradient_checkpointing: true, or lower "
+                        "rl.max_prompt_tokens; nothing is lost, the same command resumes the run") from error
+
+
+def make_optimizer(policy: llm.LM, cfg) -> torch.optim.Optimizer:
+    """AdamW over the trainable weights; its states take 8 bits on a GPU (bitsandbytes) with ``cfg.adam_8bit``."""
+    params = [p for p in policy.model.parameters() if p.requires_grad]
+    if not params:
+        raise UserError("policy_model: no weight is trainable; load its adapter as trainable")
+    kind = torch.optim.AdamW
+    if cfg.adam_8bit and policy.device.type == "cuda":
+        from bitsandbytes.optim import AdamW8bit as kind
+    return kind(params, lr=cfg.lr, eps=cfg.adam_eps, weight_decay=cfg.weight_decay)
+
+
+def sum_over_ranks(sums: dict[str, float]) -> dict[str, float]:
+    """Add up named numbers over all processes (same names, same order, everywhere)."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return {name: float(x) for name, x in sums.items()}
+    total = torch.tensor([float(x) for x in sums.values()], dtype=torch.float64)
+    dist.all_reduce(total)
+    return dict(zip(sums, total.tolist()))
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, warmup: int, max_grad_norm: float) -> float | None:
+    """Sum gradients over processes, clip, step; returns the gradient norm, or None for a step that was skipped.
+
+    A step whose gradient is not finite is skipped on every process; three in a row raise UserError.  The counts live
+    in the optimizer's first parameter group, so that they are saved and resumed with it.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if dist.is_available() and dist.is_initialized():
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
+        dist.all_reduce(flat)
+        for p, grad in zip(params, flat.split([p.numel() for p in params])):
+            p.grad = grad.view_as(p)
+    norm = nn.utils.clip_grad_norm_(params, max_grad_norm).item()
+    counts = optimizer.param_groups[0]
+    taken, bad = counts.setdefault("taken", 0), counts.setdefault("bad_in_a_row", 0)
+    finite = norm < float("inf")                               # False for NaN too
+    if finite:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (taken + 1) / max(1, warmup))
+        optimizer.step()
+        counts["taken"], counts["bad_in_a_row"] = taken + 1, 0
+    else:
+        counts["bad_in_a_row"] = bad + 1
+    optimizer.zero_grad(set_to_none=True)
+    if counts["bad_in_a_row"] >= MAX_BAD_STEPS:
+        raise UserError(f"loss or gradient was not finite in {MAX_BAD_STEPS} steps in a row: lower rl.lr, or resume from "
+                        "an earlier checkpoint")
+    return norm if finite else None
