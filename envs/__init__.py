@@ -7,7 +7,7 @@ belongs to the task, the second an end from outside (the step limit).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Callable, Iterable, Protocol
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,11 @@ class Grammar(Protocol):
 
     The experience model, the policy and the curriculum work on these alone, so a dream can never look at
     the real environment.  ``state`` is always the abstract rendering, ``task`` the task's text.
+
+    ``verdict_words``: the words of a trace that carry a verdict or the place of a look-up; they weigh more in training.
     """
+    verdict_words: frozenset[str]
+
     def parse(self, state: str) -> Any:
         """Inverse of the rendering; raises ValueError on text that is no state."""
 
@@ -68,12 +72,17 @@ class Grammar(Protocol):
     def kind(self, state: str) -> str:
         """Page kind, e.g. ``results``."""
 
-    def diff(self, state: str, action: str, next_state: str, memory: list[str]) -> str:
-        """The next state as an edit (``[mem]``, ``[pick] v``, ``[same]`` ..) or, where none fits, as full text."""
+    def diff(self, state: str, action: str, next_state: str, memory: Sequence[str],
+             past: Sequence[str] = ()) -> str:
+        """The next state as an edit (``[mem]``, ``[pick] v``, ``[same]`` ..) or, where none fits, as full text.
 
-    def patch(self, state: str, action: str, edit: str, memory: list[str]) -> str:
-        """Inverse of ``diff``: edit -> next state; ``memory`` are next states of the retrieved transitions.
-        Raises ValueError on text that is no edit."""
+        ``memory``: next states of the retrieved transitions, nearest first.  ``past``: earlier states of this
+        episode, newest last, without ``state`` itself.  An environment says where its edits lose something.
+        """
+
+    def patch(self, state: str, action: str, edit: str, memory: Sequence[str], past: Sequence[str] = ()) -> str:
+        """Inverse of ``diff``: edit -> next state.  Raises ValueError on text that is no edit, and on an edit that
+        has nothing to work on (``[mem]`` without memory)."""
 
     def judge(self, task: str, state: str) -> list[tuple[str, str, bool]]:
         """What the task asks, one check each: (wanted, what follows it in the state, met?).  Success = all met."""
@@ -86,3 +95,25 @@ class Grammar(Protocol):
 
     def content_words(self, text: str) -> set[str]:
         """Words of the text that carry content and may be renamed consistently."""
+
+
+@dataclass
+class World:
+    """One real environment with everything a run needs of it.
+
+    make: a new ``Env`` (they share what is heavy).  tasks: by split.  grammar: the text side, taught by texts of the
+    training data.  scripted: name -> policy ``(task text, state, earlier actions, rng) -> action`` for offline data.
+    """
+    make: Callable[[], Env]
+    tasks: dict[str, list[Task]]
+    grammar: Callable[[Iterable[str]], Grammar]
+    scripted: Callable[[str], Callable]
+
+
+def open_world(cfg) -> World:
+    """The environment that ``cfg`` (section ``env``) names."""
+    if cfg.name == "webshop":
+        from envs import webshop
+        return webshop.open_world(cfg)
+    from envs import alfworld
+    return alfworld.open_world(cfg)

@@ -14,8 +14,8 @@ import argparse
 import random
 from dataclasses import dataclass
 
-BRANDS = ("Aldmoor Brensa Calverto Corvane Dunleith Elvaro Fenwilde Gransby Halvorn Jorvale Keldon Lunaro Maristo Norwick "
-          "Oakriff Pelwyn Quillon Rosedale Selvik Varnholt Wexley Zelmont").split()
+BRANDS = ("Aldmoor Brensa Calverto Corvane Dunleith Elvaro Fenwilde Gransby Halvorn Jorvale Keldon Lunaro Maristo "
+          "Norwick Oakriff Pelwyn Quillon Rosedale Selvik Varnholt Wexley Zelmont").split()
 # department (one of the five of WebShop): products.  No two products share a word.
 PRODUCTS = {
     "fashion": ["Wool Sweater", "Winter Jacket", "Running Shoes", "Leather Wallet", "Canvas Backpack", "Silk Scarf"],
@@ -25,10 +25,11 @@ PRODUCTS = {
     "beauty": ["Makeup Mirror", "Hair Dryer", "Soap Dispenser", "Nail Kit", "Face Brush", "Perfume Bottle"],
     "grocery": ["Tea Infuser", "Spice Rack", "Lunch Box", "Picnic Basket", "Pasta Maker", "Kitchen Knife"],
 }
-ATTRIBUTES = ("Wireless Padded Foldable Waterproof Stretchy Reversible Adjustable Lightweight Washable Durable Insulated "
-              "Handmade Compact Rechargeable Vegan Cushioned").split()
+ATTRIBUTES = ("Wireless Padded Foldable Waterproof Stretchy Reversible Adjustable Lightweight Washable Durable "
+              "Insulated Handmade Compact Rechargeable Vegan Cushioned").split()
 COLORS = "Black Blue Green Red White Gray Brown Pink Purple Yellow".split()
-OTHER_OPTIONS = {"Size": "Small Medium Large Mini Jumbo".split(), "Pattern": "Plain Striped Dotted Floral Checked".split()}
+OTHER_OPTIONS = {"Size": "Small Medium Large Mini Jumbo".split(),
+                 "Pattern": "Plain Striped Dotted Floral Checked".split()}
 PRICES = [5.0 * step + 9.5 for step in range(1, 20)]        # $14.5 .. $104.5: 19 tags, none on a multiple of 10
 
 PER_CATEGORY = 10
@@ -81,7 +82,7 @@ def _category(rng: random.Random, department: str, name: str, second: str | None
         title = " | ".join([f"{brand} {name}", *attributes])
         own = [value for values in options.values() for value in values]
         foreign = [value for value in colors + OTHER_OPTIONS.get(second, []) if value not in own]
-        decoys = [" and ".join(rng.sample(foreign, rng.randint(0, min(DECOYS, len(foreign))))).lower() for _ in range(2)]
+        decoys = [" and ".join(rng.sample(foreign, rng.randint(0, DECOYS))).lower() for _ in range(2)]
         products.append({
             "asin": asin, "name": title, "category": department, "query": name.lower(),
             "product_category": f"{department.capitalize()} › {name}",

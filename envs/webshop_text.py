@@ -231,9 +231,10 @@ def pick(page: Page, word: str) -> Page:
 
 
 # -------------------------------------------------------------------------------------------------------- tasks
-_PREAMBLE = re.compile(r"^(hello|hi)?[, ]*(please )?(find me|give me|(i am|i'm|im)? ?(looking|searching) (for|to (buy|find))|"
+_PREAMBLE = re.compile(r"^(hello|hi)?[, ]*(please )?(find me|give me|buy me|"
+                       r"(i am|i'm|im)? ?(looking|searching) (for|to (buy|find))|"
                        r"i (need|want|would like|am in need of)( to (buy|find|get|purchase))?)( an?| some| the)? ")
-_SPLIT = re.compile(r", and |, | with | for | and | that (?:is|are) | which (?:is|are) ")
+_SPLIT = re.compile(r"[,.;?!] (?:and )?| with | for | and | that (?:is|are) | which (?:is|are) ")
 
 
 def task_text(instruction: str) -> str:
@@ -266,7 +267,7 @@ def task_items(task: str) -> list[str]:
 
 def limit_of(item: str) -> float | None:
     """The limit of a price item, None for any other item."""
-    match = re.fullmatch(r"price (\d+\.\d+)", item)
+    match = re.fullmatch(r"price (\d+(?:\.\d+)?)", item)
     return float(match[1]) if match else None
 
 
@@ -304,7 +305,7 @@ class WebShopGrammar:
         self.attributes, self.products = list(attributes), [product for product in products if product]
 
     # ---------------------------------------------------------------- reading
-    def _option(self, item: str, page: Page | None = None) -> tuple[str, str] | None:
+    def option(self, item: str, page: Page | None = None) -> tuple[str, str] | None:
         """(name, value word) where the item asks for an option."""
         words = item.split(" ")
         on_page = [option_word(option.name) for option in page.options] if page else []
@@ -312,7 +313,7 @@ class WebShopGrammar:
 
     def phrases(self, task: str) -> list[str]:
         """The attributes and, last, the product that the task asks for."""
-        return [item for item in task_items(task) if limit_of(item) is None and not self._option(item)]
+        return [item for item in task_items(task) if limit_of(item) is None and not self.option(item)]
 
     def kind(self, state: str) -> str:
         kind = state.split(" ", 1)[0][1:-1]
@@ -336,10 +337,11 @@ class WebShopGrammar:
         return ["click back", "click prev"] if page.kind in SUB_PAGES else []
 
     def key(self, state: str, action: str) -> str:
-        """Page kind and action, the link resolved: two pairs with the same key lead to the same page.
+        """Page kind and action, the link resolved: pairs with the same key lead to the same page.
 
         A search leads to the same page from everywhere.  ``click 3`` means another product on every page, so the
-        product stands in its place; a sub page belongs to the title; the next page to the first products of this one.
+        product's title stands in its place; a sub page belongs to a title too; the next results page to the first
+        products of this one.
         """
         if action.startswith("search "):
             return action
@@ -349,7 +351,7 @@ class WebShopGrammar:
         if page.kind == "results":
             for number, item in enumerate(page.items, 1):
                 if link in (str(number), option_word(item.id)):
-                    return f"results click {option_word(item.id)}{_running(_segments(item.title))}"
+                    return f"results click{_running(_segments(item.title))}"
             if link == "next":
                 return " ".join([f"{key} p{page.number}"] + [option_word(item.id) for item in page.items[:3]])
         if page.kind == "item" and link in SUB_PAGES:
@@ -433,7 +435,7 @@ class WebShopGrammar:
         chosen = {option_word(o.chosen): "*" for o in page.options if o.chosen is not None}
         checks = []
         for item in task_items(task):
-            option = self._option(item, page)
+            option = self.option(item, page)
             if (limit := limit_of(item)) is not None:
                 checks.append((item, page.price or ",", bool(page.price) and dollars(page.price) <= limit))
             elif option:
@@ -533,6 +535,9 @@ def rename(text: str, mapping: dict[str, str]) -> str:
 
 # ----------------------------------------------------------------------------------------------------- policies
 Policy = Callable[[str, str, list[str], random.Random], str]
+EXPERT_TRIES = 3            # products opened before it settles for the one at hand
+NOISY_MIX = (45, 45, 10)    # of 100 actions of the noisy expert: by the expert, the mediocre, the random rule
+MEDIOCRE_FORGETS = 0.3      # probability, per option, to buy without it
 
 
 def policy(name: str, grammar: WebShopGrammar) -> Policy:
@@ -548,58 +553,58 @@ def policy(name: str, grammar: WebShopGrammar) -> Policy:
 
 
 def _query(grammar: WebShopGrammar, task: str) -> str:
-    words = [(grammar._option(item) or ("", item))[1] for item in task_items(task) if limit_of(item) is None]
+    words = [(grammar.option(item) or ("", item))[1] for item in task_items(task) if limit_of(item) is None]
     return "search " + " ".join(words)
 
 
-def _fits(grammar: WebShopGrammar, task: str, title: str, price: str) -> int:
-    """How many words that a results page can tell are met; the options are not shown there."""
-    items = [item for item in task_items(task) if not grammar._option(item)]
+def _misses(grammar: WebShopGrammar, task: str, title: str, price: str) -> int:
+    """How many look-ups fail of those that a results page can answer too: all but the options."""
+    items = [item for item in task_items(task) if not grammar.option(item)]
     checks = grammar.judge(" , ".join(items) + " ,", render(Page("item", title=title, price=price)))
-    return sum(fine for _, _, fine in checks) - len(checks)
+    return sum(not fine for _, _, fine in checks)
+
+
+def _wanted_links(grammar: WebShopGrammar, task: str, page: Page) -> list[str]:
+    """The wanted options that are not chosen yet, whether the page offers them or not."""
+    chosen = {option_word(option.chosen) for option in page.options if option.chosen is not None}
+    options = [grammar.option(item, page) for item in task_items(task)]
+    return [f"click {option[1]}" for option in options if option and option[1] not in chosen]
 
 
 def _expert(grammar: WebShopGrammar, task: str, state: str, history: list[str], rng: random.Random) -> str:
     page = parse(state)
-    searches = [at for at, action in enumerate(history) if action.startswith("search ") or action == "click next"]
-    opened = [action for action in history[searches[-1] + 1 if searches else 0:] if re.fullmatch(r"click \d+", action)]
     if page.kind == "home":
         return _query(grammar, task)
+    since = max((at for at, action in enumerate(history) if action.startswith("search ")), default=-1)
+    opened = [action for action in history[since + 1:] if re.fullmatch(r"click \d+", action)]
     if page.kind == "results":
-        links = [f"click {number}" for number in range(1, len(page.items) + 1)]
-        fits = {link: _fits(grammar, task, item.title, item.price) for link, item in zip(links, page.items)
-                if link not in opened}
-        best = max(fits, key=fits.get, default=None)
-        if best is None or (fits[best] < 0 and page.number == 1):
-            return "click next" if page.number == 1 else "click back"
-        return best
+        misses = {f"click {number}": _misses(grammar, task, item.title, item.price)
+                  for number, item in enumerate(page.items, 1)}
+        fresh = {link: count for link, count in misses.items() if link not in opened} or misses
+        return min(fresh, key=fresh.get, default="click back")
     if page.kind == "item":
-        wanted = [option[1] for item in task_items(task) if (option := grammar._option(item, page))]
-        links = [f"click {value}" for value in wanted]
-        offered = grammar.admissible(state)
-        if len(opened) < 4 and (_fits(grammar, task, page.title, page.price) < 0 or not set(links) <= set(offered)):
+        links, offered = _wanted_links(grammar, task, page), grammar.admissible(state)
+        fits = set(links) <= set(offered) and not _misses(grammar, task, page.title, page.price)
+        if not fits and len(opened) < EXPERT_TRIES:
             return "click prev"
-        chosen = {option_word(option.chosen) for option in page.options if option.chosen is not None}
-        todo = [link for link, value in zip(links, wanted) if link in offered and value not in chosen]
-        return todo[0] if todo else "click buy"
+        return next((link for link in links if link in offered), "click buy")
     return "click prev"
 
 
 def _noisy(grammar: WebShopGrammar, task: str, state: str, history: list[str], rng: random.Random) -> str:
-    if rng.random() < 0.12:
-        return _random(grammar, task, state, history, rng)
-    return _expert(grammar, task, state, history, rng)
+    rule = rng.choices((_expert, _mediocre, _random), NOISY_MIX)[0]
+    return rule(grammar, task, state, history, rng)
 
 
 def _mediocre(grammar: WebShopGrammar, task: str, state: str, history: list[str], rng: random.Random) -> str:
     page = parse(state)
     if page.kind == "results" and page.items:
-        return f"click {min(len(page.items), 1 + int(rng.expovariate(1)))}"
-    if page.kind == "item" and rng.random() < 0.25:
-        return "click buy"
-    if page.kind == "results":
-        return "click back"
-    return _expert(grammar, task, state, ["click 1"] * 4, rng)
+        return f"click {rng.randint(1, min(len(page.items), 3))}"
+    if page.kind == "item":
+        offered = grammar.admissible(state)
+        links = [link for link in _wanted_links(grammar, task, page) if link in offered]
+        return links[0] if links and rng.random() > MEDIOCRE_FORGETS else "click buy"
+    return _expert(grammar, task, state, history, rng)
 
 
 def _random(grammar: WebShopGrammar, task: str, state: str, history: list[str], rng: random.Random) -> str:
