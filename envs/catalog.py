@@ -82,7 +82,8 @@ def _category(rng: random.Random, department: str, name: str, second: str | None
         title = " | ".join([f"{brand} {name}", *attributes])
         own = [value for values in options.values() for value in values]
         foreign = [value for value in colors + OTHER_OPTIONS.get(second, []) if value not in own]
-        decoys = [" and ".join(rng.sample(foreign, rng.randint(0, DECOYS))).lower() for _ in range(2)]
+        most = min(DECOYS, len(foreign))
+        decoys = [" and ".join(rng.sample(foreign, rng.randint(0, most))).lower() for _ in range(2)]
         products.append({
             "asin": asin, "name": title, "category": department, "query": name.lower(),
             "product_category": f"{department.capitalize()} › {name}",
