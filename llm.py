@@ -15,6 +15,7 @@ from typing import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 PAD, EOS = "<|pad|>", "<|eos|>"
@@ -35,6 +36,7 @@ class LM:
     chat: bool = False
     name: str = "tiny"
     _low: tuple = field(default=(None, None), repr=False)      # cached low-precision copy for sampling
+    _words: dict = field(default_factory=dict, repr=False)     # word -> ids (spaced tokenizers)
 
     @property
     def eos_id(self) -> int:
@@ -46,8 +48,18 @@ class LM:
 
     def encode(self, text: str) -> list[int]:
         """Text -> ids.  Special tokens in the text are never interpreted: they are encoded as plain characters."""
-        text = " " + text if self.spaced else text
+        if self.spaced:                                        # words are independent of each other: remember them
+            return [i for word in text.split(" ") for i in self._word(word)]
+        return self._plain(text)
+
+    def _plain(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    def _word(self, word: str) -> list[int]:
+        ids = self._words.get(word)
+        if ids is None:
+            ids = self._words[word] = self._plain(" " + word)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Inverse of ``encode``; a closing EOS is dropped."""
@@ -64,6 +76,19 @@ class LM:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
         marked = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return self.tokenizer(marked, add_special_tokens=False)["input_ids"]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained weights by name: all, or those of the adapters."""
+        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Inverse of ``weights``; raises ValueError where names or shapes differ."""
+        own = self.weights()
+        if own.keys() != weights.keys() or any(own[n].shape != w.shape for n, w in weights.items()):
+            raise ValueError("these weights belong to another model")
+        with torch.no_grad():
+            for name, w in weights.items():
+                own[name].copy_(w)
 
     def sampler(self) -> nn.Module:
         """The weights used for sampling: the model itself, or for fp32 masters its low-precision copy, kept fresh.
@@ -94,13 +119,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int):
     from transformers import PreTrainedTokenizerFast
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r" ?[^ \n]+"), "isolated"),
+        pre_tokenizers.Split(Regex(r" [^ ]*"), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tok.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[PAD, EOS], show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), min_frequency=2)
     tok.train_from_iterator((" " + t for t in texts), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tok, pad_token=PAD, eos_token=EOS)
+
+
+def load_tokenizer(folder):
+    from transformers import PreTrainedTokenizerFast
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def tiny_lm(tokenizer, layers=4, width=128, heads=4, mlp=384, seed=0, constructed=True, device="cpu") -> LM:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Sequence
 
 import torch
@@ -151,6 +151,8 @@ class DreamEnv:
     ``rules`` asks the grammar's judge about the dreamed page (dynamics stay dreamed).
     """
 
+    source = "dream"
+
     def __init__(self, model: ExperienceModel, max_steps: int, reward_source: str = "model", prefix: str = "dream"):
         self.model, self.max_steps, self.reward_source, self.prefix = model, max_steps, reward_source, prefix
         self.grammar = model.codec.grammar
@@ -188,3 +190,103 @@ class DreamEnv:
         q.state = p.next_state
         truncated = not p.done and len(q.history) >= self.max_steps
         return p.next_state, reward, p.done, truncated, {"success": success, "score": score, "invalid": invalid}
+
+
+# ------------------------------------------------------------------------------------------------ training (Eq. 5)
+def rename(text: str, names: dict[str, str]) -> str:
+    """The text with its words replaced by ``names``; words that it lacks stay."""
+    return " ".join(names.get(w, w) for w in text.split(" "))
+
+
+def random_names(words: Sequence[str], rng: random.Random) -> dict[str, str]:
+    """A random bijection of ``words`` onto themselves."""
+    others = list(words)
+    rng.shuffle(others)
+    return dict(zip(words, others))
+
+
+def content_words(grammar: Grammar, transitions: Sequence[Transition]) -> list[str]:
+    """All words of the tasks and states that may be renamed, in a fixed order."""
+    texts = {t.task for t in transitions} | {t.state for t in transitions} | {t.next_state for t in transitions}
+    return sorted(set().union(*map(grammar.content_words, texts)))
+
+
+class TrainingRows:
+    """Rows for Eq. 5 out of real transitions; ``draw(rng)`` makes one, augmented.
+
+    Demonstrations are retrieved as at run time, never from the same episode or task.  Two augmentations need no
+    environment: *counterfactual purchases* (a final page with a changed task, judged by the rule on the page's
+    text) and *renaming* (content words replaced by a random bijection of themselves, so that they must be copied
+    from the context instead of being remembered).
+    """
+
+    def __init__(self, codec: Codec, transitions: Sequence[Transition], lm: llm.LM, judged_share: float = 0.4,
+                 counterfactual: float = 0.7, rename: float = 0.5, emphasis: float = 2.5):
+        self.codec, self.lm = codec, lm
+        self.counterfactual, self.rename, self.emphasis = counterfactual, rename, emphasis
+        queries = queries_of(transitions)
+        demos = []
+        for start in range(0, len(queries), 256):
+            demos += codec.retrieve(queries[start:start + 256])
+        examples = list(zip(queries, transitions, demos))
+        self.judged = [e for e in examples if e[1].done]
+        self.plain = [e for e in examples if not e[1].done]
+        self.judged_share = judged_share if self.judged else 0.0
+        self.words = content_words(codec.grammar, transitions)
+
+    def draw(self, rng: random.Random) -> llm.Row:
+        q, t, demos = rng.choice(self.judged if rng.random() < self.judged_share else self.plain)
+        if t.done and rng.random() < self.counterfactual:
+            q, t = self._changed(q, t, rng)
+        prompt, target = self.codec.prompt(q, demos), self.codec.target(q, t, demos)
+        if rng.random() < self.rename:
+            known = set(prompt.split(" "))
+            names = random_names(self.words, rng)
+            if all(w in known for w in target.split(" ") if w in names):
+                prompt, target = rename(prompt, names), rename(target, names)
+        return self.row(prompt, target)
+
+    def row(self, prompt: str, target: str) -> llm.Row:
+        """Encode; words that decide (verdicts, separators read in a look-up, closing markers) weigh more."""
+        heavy = self.codec.grammar.verdict_words
+        ids: list[int] = []
+        weights: list[float] = []
+        for word in target.split(" ") if self.lm.spaced else [target]:
+            piece = self.lm.encode(word)
+            ids += piece
+            weights += [self.emphasis if word in heavy or word in formats.FLAGS else 1.0] * len(piece)
+        return llm.Row(self.lm.prompt(formats.MEXP_SYSTEM, prompt), ids + [self.lm.eos_id], weights + [1.0])
+
+    def _changed(self, q: Query, t: Transition, rng: random.Random) -> tuple[Query, Transition]:
+        grammar = self.codec.grammar
+        task = grammar.counterfactual(q.task, q.state, rng)
+        if task is None:
+            return q, t
+        success = all(met for *_, met in grammar.judge(task, q.state))
+        reasoning = grammar.explain(task, q.state, q.action, t.next_state)
+        return (replace(q, task=task), replace(t, task=task, success=success, reward=float(success), reasoning=reasoning))
+
+
+class Renamed:
+    """A batch of episodes in which whole groups see other names for the content words; actions are mapped back.
+
+    Speaks the batched protocol around a world that speaks it.  ``names``: one mapping per episode (empty: as it is),
+    the same for all episodes of a group.  The policy must read what it is shown instead of what it remembers.
+    """
+
+    def __init__(self, world, names: Sequence[dict[str, str]]):
+        self.world, self.names, self.source = world, names, world.source
+        self.back = [{new: old for old, new in n.items()} for n in names]
+
+    def tasks(self, tasks: Sequence[Task]) -> list[Task]:
+        """The tasks as the policy reads them."""
+        return [replace(t, text=rename(t.text, n)) for t, n in zip(tasks, self.names)]
+
+    def reset(self, tasks: Sequence[Task]) -> list[str]:
+        plain = [replace(t, text=rename(t.text, b)) for t, b in zip(tasks, self.back)]
+        return [rename(state, n) for state, n in zip(self.world.reset(plain), self.names)]
+
+    def step(self, index: Sequence[int], actions: Sequence[str]) -> list[tuple[str, float, bool, bool, dict]]:
+        plain = [rename(a, self.back[i]) for i, a in zip(index, actions)]
+        return [(rename(state, self.names[i]), *rest)
+                for i, (state, *rest) in zip(index, self.world.step(index, plain))]

@@ -1,0 +1,142 @@
+"""Processes on one machine.  Two processes of one thread beat one process of two threads on a small CPU.
+
+``side_by_side`` runs different jobs at once (policy and experience model train without each other);
+``spmd`` runs one function in every process, each on its share, with sums over all (torch.distributed, gloo).
+"""
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from typing import Any, Callable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from config import UserError
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def share(items: Sequence) -> list:
+    """This process's part: a contiguous slice; the parts of all ranks in order make up ``items``."""
+    n, r = size(), rank()
+    return list(items[len(items) * r // n:len(items) * (r + 1) // n])
+
+
+def gather(items: list) -> list:
+    """The lists of all processes, in rank order, on every process."""
+    if size() == 1:
+        return items
+    parts: list[Any] = [None] * size()
+    dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def agree(flag: bool) -> bool:
+    """True on every process if it is true on any."""
+    return any(gather([bool(flag)]))
+
+
+def _child(fn: Callable, threads: int, args: tuple, errors) -> None:
+    """Entry of a helper process: interrupts are the first process's business, errors travel to it as text."""
+    import signal
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+    try:
+        fn(*args)
+    except UserError as error:
+        errors.put(("user", str(error)))
+        sys.exit(2)
+    except BaseException:
+        errors.put(("bug", traceback.format_exc()))
+        sys.exit(1)
+
+
+def _raise(errors, processes) -> None:
+    """Re-raise the first error of a helper process, if one ended badly."""
+    if all(p.exitcode in (0, None) for p in processes):
+        return
+    kind, text = errors.get(timeout=5) if not errors.empty() else ("bug", "a helper process was killed")
+    raise UserError(text) if kind == "user" else RuntimeError(text)
+
+
+def side_by_side(jobs: Sequence[tuple[Callable, tuple]], threads: int, at_once: bool,
+                 stopping: Callable[[], bool] = bool) -> None:
+    """Run every job in a process of its own, at once if there is room; ``stopping`` is polled to end them early."""
+    if not at_once:
+        for fn, args in jobs:
+            fn(*args)
+        return
+    context = mp.get_context("spawn")
+    errors = context.Queue()
+    processes = [context.Process(target=_child, args=(fn, threads, args, errors), daemon=True) for fn, args in jobs]
+    for p in processes:
+        p.start()
+    try:
+        while any(p.is_alive() for p in processes):
+            for p in processes:
+                p.join(0.2)
+            if any(p.exitcode not in (0, None) for p in processes) or stopping():
+                break
+    finally:
+        for p in processes:
+            if p.is_alive():
+                p.terminate()
+                p.join()
+    if not stopping():
+        _raise(errors, processes)
+
+
+def _member(fn: Callable, number: int, count: int, port: int, args: tuple) -> None:
+    _join(number, count, port)
+    try:
+        fn(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _join(number: int, count: int, port: int) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=count)
+
+
+def spmd(fn: Callable, count: int, threads: int, args: tuple, first: tuple = ()) -> Any:
+    """Call ``fn(*args, *first)`` here as rank 0 and ``fn(*args)`` in ``count - 1`` further processes; returns rank
+    0's value.  ``args`` must pickle."""
+    if count == 1:
+        return fn(*args, *first)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = mp.get_context("spawn")
+    errors = context.Queue()
+    others = [context.Process(target=_child, args=(_member, threads, (fn, r, count, port, args), errors), daemon=True)
+              for r in range(1, count)]
+    for p in others:
+        p.start()
+    try:
+        _join(0, count, port)
+        result = fn(*args, *first)
+        dist.destroy_process_group()
+        for p in others:
+            p.join()
+        return result
+    except RuntimeError:                                       # the others' end shows here as a broken connection
+        for p in others:
+            p.join(2)
+        _raise(errors, others)
+        raise
+    finally:
+        for p in others:
+            if p.is_alive():
+                p.terminate()
+                p.join()
