@@ -36,7 +36,7 @@ def _whole(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
-Text = Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[^\x00-\x1f]*\S[^\x00-\x1f]*$")]
+Text = Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[^\x00-\x1f]*[^\x00-\x20][^\x00-\x1f]*$")]
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]         # learning rates
 Count = Annotated[Int, Field(ge=0, le=10**8)]
@@ -146,8 +146,13 @@ class RLSection(Section):
     group_size: Int = Field(8, ge=1, le=1024)
     temperature: float = Field(1.0, gt=0, le=5)
     lr: Rate = 3e-4
+    lr_warmup: Count = 0
+    adam_8bit: bool = False
+    adam_eps: float = Field(1e-8, gt=0, le=0.1)
+    weight_decay: Share = 0.01
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.2, gt=0, le=10)
+    dual_clip: Annotated[float, Field(gt=1, le=1000)] | None = 3.0
     kl_coef: float = Field(0.003, ge=0, le=10)
     kl_in: Literal["loss", "reward", "none"] = "loss"
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -159,11 +164,13 @@ class RLSection(Section):
     max_grad_norm: float = Field(1.0, gt=0, le=1000)
     target_kl: Annotated[float, Field(gt=0, le=100)] | None = None
     invalid_penalty: Share = 0.01
-    loss_denominator: Literal["tokens", "rows", "constant"] = "tokens"
+    loss_denominator: Literal["tokens_of_step", "turns_of_step", "episodes_of_step"] = "tokens_of_step"
     mask_cut: bool = False
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     lam: Share = 1.0
+    whiten: bool = True
     value_lr: Rate = 1e-3
+    value_epochs: Int = Field(4, ge=1, le=100)
     value_warmup: Count = 2
     value_clip: Annotated[float, Field(gt=0, le=100)] | None = None
     rename: Share = 0.5
@@ -232,6 +239,8 @@ def contradictions(c: Config) -> Iterator[tuple[str, str]]:
         yield "rl.kl_in", f"{c.rl.kl_in} has no effect with rl.kl_coef = 0: set rl.kl_in to none"
     if c.rl.kl_in == "loss" and c.rl.kl_estimator == "k1":
         yield "rl.kl_estimator", "k1 in the loss has an expected gradient of zero: use k2 or k3, or rl.kl_in: reward"
+    if c.rl.kl_in == "reward" and c.rl.kl_estimator != "k1":
+        yield "rl.kl_estimator", f"{c.rl.kl_estimator} in the reward has a biased gradient: use k1, or rl.kl_in: loss"
     if c.rl.eval_every and not c.eval.validation_tasks:
         yield "eval.validation_tasks", f"0 tasks to validate on every rl.eval_every = {c.rl.eval_every} iterations"
     if c.rl.reward_source == "rules" and c.env.name != "webshop":
@@ -329,7 +338,7 @@ def _compose(text: str, path: Path) -> yaml.Node:
         node = yaml.compose(text, _Loader)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise UserError(f"{path}:{line}: forbidden control character 0x{ord(error.character):02x}") from None
+        raise UserError(f"{path}:{line}: forbidden control character 0x{error.character:02x}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = error.problem or error.context or "not valid YAML"
@@ -346,9 +355,10 @@ def _compose(text: str, path: Path) -> yaml.Node:
 
 
 def _scalar(node: yaml.Node, place: str) -> Any:
-    kind = node.tag.removeprefix("tag:yaml.org,2002:")
     if not isinstance(node, yaml.ScalarNode):
-        raise UserError(f"{place}: takes one value, not a {'list' if kind == 'seq' else 'mapping'}")
+        kind = "list" if isinstance(node, yaml.SequenceNode) else "mapping"
+        raise UserError(f"{place}: takes one value, not a {kind}")
+    kind = node.tag.removeprefix("tag:yaml.org,2002:")
     try:
         if kind in ("int", "float"):
             if len(node.value) > 40:
