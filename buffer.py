@@ -456,9 +456,9 @@ class KNN:
             fast.masked_fill_(self._dead[:self.size], -torch.inf)
         kth = fast.topk(min(k, self.size), dim=1).values[:, -1:]               # (Q, 1)
         near = fast >= (kth - 2 * self._TOLERANCE[self.dtype]).clamp(min=-2)   # (Q, size); -2: below any cosine
-        # ... and those few pairs are scored one by one in double precision, where equal rows score equally.
+        # ... and those few pairs are scored one by one, summed in double precision, where equal rows score equally.
         query, row = near.nonzero(as_tuple=True)                               # (P,) each, rows ascending per query
-        exact = torch.cat([(q[a].double() * self._rows[b].double()).sum(1)
+        exact = torch.cat([(q[a] * self._rows[b]).sum(1, dtype=torch.float64)
                            for a, b in zip(query.split(8192), row.split(8192))])                   # (P,)
         order = exact.argsort(descending=True, stable=True)                    # stable: the lowest id stays first
         order = order[query[order].argsort(stable=True)]
@@ -477,9 +477,8 @@ Check = Callable[[Transition, list[Transition]], "str | None"]
 
 def dream_check(grammar: Grammar) -> Check:
     """The filter of dreamed transitions: check(transition, nearest real neighbours) -> reason to refuse, or None."""
-
-    def edit(t: Transition) -> str:
-        return grammar.diff(t.state, t.action, t.next_state, [], [])
+    key_of = lru_cache(maxsize=8192)(grammar.key)       # the same real neighbours come up again and again
+    edit_of = lru_cache(maxsize=8192)(lambda state, action, next_state: grammar.diff(state, action, next_state, [], []))
 
     def check(t: Transition, neighbours: list[Transition]) -> str | None:
         for name, text in (("state", t.state), ("next state", t.next_state)):
@@ -492,9 +491,9 @@ def dream_check(grammar: Grammar) -> Check:
             return "reward flags contradict each other"
         # Real transitions at the very same key that all change the state in one way leave no room for another way;
         # where they differ among themselves the key does not decide, and neither do we.
-        key = grammar.key(t.state, t.action)
-        edits = {edit(n) for n in neighbours if grammar.key(n.state, n.action) == key}
-        if len(edits) == 1 and edit(t) not in edits:
+        key = key_of(t.state, t.action)
+        edits = {edit_of(n.state, n.action, n.next_state) for n in neighbours if key_of(n.state, n.action) == key}
+        if len(edits) == 1 and edit_of(t.state, t.action, t.next_state) not in edits:
             return "contradicts a real neighbour"
         return None
 
@@ -717,14 +716,26 @@ class ReplayBuffer:
                  real_only: bool) -> list[list[tuple[Transition, float]]]:
         if not keys or k == 0:
             return [[] for _ in keys]
-        task_ids = task_ids or [None] * len(keys)
-        episodes = episodes or [None] * len(keys)
+        self._refresh_codes()
+        # The episode of a rollout under way is not in the buffer and excludes nothing; without it, queries of one
+        # task at the same key are one query.
+        known = [e if ("episode", e) in self._code_of else None for e in episodes or [None] * len(keys)]
+        queries = list(zip(keys, task_ids or [None] * len(keys), known, strict=True))
+        distinct = list(dict.fromkeys(queries))
+        found = dict(zip(distinct, self._nearest_of_distinct(distinct, k, real_only)))
+        return [list(found[query]) for query in queries]
+
+    def _nearest_of_distinct(self, queries: list[tuple[str, str | None, str | None]], k: int,
+                             real_only: bool) -> list[list[tuple[Transition, float]]]:
+        """``_nearest`` of (key, task id, episode) triples."""
+        keys, task_ids, episodes = map(list, zip(*queries))
         # Paper section 1.4:  {d_j} = TopK_k over i of cos( phi(s_t, a_t), phi(s_i, a_i) ).
         # i runs over distinct keys; each stands for the rows that share it, so k keys always hold the k best rows.
         phi_t = self.encoder.encode(keys)                                               # (Q, dim)
         scores, slots = self.knn.query(phi_t, k, self._excluded(task_ids, episodes, real_only))    # (Q, k) each
         results = []
-        for task_id, episode, row_scores, row_slots in zip(task_ids, episodes, scores.tolist(), slots.tolist()):
+        for task_id, episode, row_scores, row_slots in zip(task_ids, episodes, scores.tolist(), slots.tolist(),
+                                                            strict=True):
             found: list[tuple[Transition, float]] = []
             for score, slot in zip(row_scores, row_slots):
                 for number in self._at.get(slot, ()) if len(found) < k else ():
@@ -742,7 +753,6 @@ class ReplayBuffer:
 
     def _excluded(self, task_ids: list[str | None], episodes: list[str | None], real_only: bool) -> torch.Tensor:
         """(Q, size) bool: the slot has nothing but the query's own task or episode to offer (or nothing real)."""
-        self._refresh_codes()
         codes = self._codes[:, :self.knn.size]                                          # (5, size)
         task = self._codes_of("task", task_ids)                                         # (Q, 1)
         episode = self._codes_of("episode", episodes)                                   # (Q, 1)
@@ -774,11 +784,14 @@ class ReplayBuffer:
         for row in rows:
             for t in row.seen:
                 _widen(seen, t)
+                self._code(("episode", t.episode))      # also of those that are no witness: ``_nearest`` asks
         first, second = seen[0], seen[-1]
         pairs = [("task", first.task_id), ("task", second.task_id), ("episode", first.episode),
                  ("episode", second.episode)]
-        codes = [self._code_of.setdefault(pair, len(self._code_of)) for pair in pairs]
-        return codes + [int(any(row.source == REAL for row in rows))]
+        return [self._code(pair) for pair in pairs] + [int(any(row.source == REAL for row in rows))]
+
+    def _code(self, pair: tuple[str, str]) -> int:
+        return self._code_of.setdefault(pair, len(self._code_of))
 
     # -- what is inside
 
