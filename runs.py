@@ -223,7 +223,8 @@ class Checkpoints:
 def derive_seed(*parts: int | str) -> int:
     """63-bit seed from (run seed, step, task, sample ..): the same on every machine, independent of the order of
     use, so a resumed run needs no stored generator."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+    text = repr([part if isinstance(part, str) else int(part) for part in parts])        # 1 and "1" differ
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def seed_everything(seed: int) -> None:
@@ -604,7 +605,7 @@ class Run:
         if list(line) != keys:
             raise ValueError(f"metrics of {stage} changed their keys: {sorted(set(keys) ^ set(line)) or 'their order'}")
         self._append(self._metrics_path, line)
-        self.tracker.log(stage, step, values)
+        self.tracker.log(stage, step, {key: line[key] for key in values})
 
     def log_times(self, stage: str, step: int, **values: float) -> None:
         """Seconds, tokens a second and the like: times.jsonl, which differs from run to run and is never cut."""
