@@ -306,7 +306,7 @@ for _tag, _pattern, _first in (
                   r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$", list("-+0123456789."))):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
-_MAX_BYTES = 1_000_000
+_MAX_BYTES = 200_000
 
 
 def _read_text(path: Path) -> str:
@@ -330,8 +330,12 @@ def _read_text(path: Path) -> str:
 
 
 def _compose(text: str, path: Path) -> yaml.Node:
+    depth = 0
     try:
         for event in yaml.parse(text, _Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > 10:
+                raise UserError(f"{path}:{event.start_mark.line + 1}: nested too deeply, this is no configuration")
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
                 raise UserError(f"{path}:{event.start_mark.line + 1}: anchors and aliases (& and *) are not supported; "
                                 f"put text that starts with them in quotes")
@@ -347,8 +351,6 @@ def _compose(text: str, path: Path) -> yaml.Node:
         if "single document" in str(error):
             problem = "a second document begins (---): one file holds one document"
         raise UserError(f"{path}:{mark.line + 1 if mark else 1}: not valid YAML: {_clean(problem)}") from None
-    except RecursionError:
-        raise UserError(f"{path}: nested too deeply, this is no configuration") from None
     if node is None:
         raise UserError(f"{path}: the file is empty; it needs `defaults:` (see configs/webshop.yaml)")
     return node
