@@ -19,7 +19,7 @@ BRANDS = ("Aldmoor Brensa Calverto Corvane Dunleith Elvaro Fenwilde Gransby Halv
 # department (one of the five of WebShop): products.  No two products share a word.
 PRODUCTS = {
     "fashion": ["Wool Sweater", "Winter Jacket", "Running Shoes", "Leather Wallet", "Canvas Backpack", "Silk Scarf"],
-    "electronics": ["Travel Headphones", "Bluetooth Speaker", "Phone Case", "Gaming Keyboard", "Tablet Stand",
+    "electronics": ["Travel Headphones", "Shelf Speaker", "Phone Case", "Gaming Keyboard", "Tablet Stand",
                     "Video Projector"],
     "garden": ["Floor Lamp", "Desk Chair", "Wall Clock", "Bath Towel", "Shower Curtain", "Throw Blanket"],
     "beauty": ["Makeup Mirror", "Hair Dryer", "Soap Dispenser", "Nail Kit", "Face Brush", "Perfume Bottle"],
@@ -31,6 +31,7 @@ COLORS = "Black Blue Green Red White Gray Brown Pink Purple Yellow".split()
 OTHER_OPTIONS = {"Size": "Small Medium Large Mini Jumbo".split(),
                  "Pattern": "Plain Striped Dotted Floral Checked".split()}
 PRICES = [5.0 * step + 9.5 for step in range(1, 20)]        # $14.5 .. $104.5: 19 tags, none on a multiple of 10
+PRICE_BANDS = (0, 3, 6, 9)                                  # a category has ten neighbouring prices
 
 PER_CATEGORY = 10
 DECOYS = 5                                                  # at most so many foreign options per text
@@ -58,21 +59,22 @@ def build(seed: int = 0) -> Catalog:
     products: list[dict] = []
     ins: dict[str, dict] = {}
     nouns: dict[str, list[str]] = {}
-    seconds = [*OTHER_OPTIONS, None] * 10
+    seconds, bands = [*OTHER_OPTIONS, None] * 10, [*PRICE_BANDS] * 8
     rng.shuffle(seconds)
+    rng.shuffle(bands)
     for department, names in PRODUCTS.items():
         for name in names:
-            _category(rng, department, name, seconds.pop(), products, ins, nouns)
+            _category(rng, department, name, seconds.pop(), bands.pop(), products, ins, nouns)
     return Catalog(products, ins, {}, nouns, _split(rng, [product["asin"] for product in products]))
 
 
-def _category(rng: random.Random, department: str, name: str, second: str | None,
+def _category(rng: random.Random, department: str, name: str, second: str | None, band: int,
               products: list, ins: dict, nouns: dict) -> None:
     """Appends the products of one category."""
     pool = rng.sample(ATTRIBUTES, 5)
     colors = rng.sample(COLORS, 6)
-    cheapest = rng.randrange(len(PRICES) - 9)
-    for brand in rng.sample(BRANDS, PER_CATEGORY):
+    prices = rng.sample(PRICES[band:band + PER_CATEGORY], PER_CATEGORY)
+    for brand, price in zip(rng.sample(BRANDS, PER_CATEGORY), prices):
         asin = f"S{len(products):03d}"
         attributes = rng.sample(pool, 3)
         options = {"Color": sorted(rng.sample(colors, rng.choice([3, 3, 4])))}
@@ -87,7 +89,7 @@ def _category(rng: random.Random, department: str, name: str, second: str | None
         products.append({
             "asin": asin, "name": title, "category": department, "query": name.lower(),
             "product_category": f"{department.capitalize()} › {name}",
-            "pricing": f"${PRICES[cheapest + rng.randrange(10)]:.2f}",
+            "pricing": f"${price:.2f}",
             "full_description": f"{name} by {brand}" + (f" goes well with {decoys[0]}" if decoys[0] else ""),
             "small_description": [f"Made by {brand}" + (f" to match {decoys[1]}" if decoys[1] else "")],
             "customization_options": {option: [{"value": value} for value in values]
@@ -113,3 +115,76 @@ def _split(rng: random.Random, asins: list[str]) -> dict[str, str]:
         split.update(dict.fromkeys(held_out[:count], name))
         held_out = held_out[count:]
     return split
+
+
+# ---------------------------------------------------------------------------------------------------- baselines
+def rule_baselines(shop, split: str = "test") -> dict[str, float]:
+    """Success rates over all tasks of the split of three rules that search the instruction itself:
+    the first hit bought as it is, with the options that the instruction names, and the best purchase possible."""
+    wins = dict.fromkeys(["first hit, no options", "first hit, named options", "best of the top 50"], 0)
+    indices = shop.split(split)
+    for index in indices:
+        goal = shop.goal(index)
+        hits = shop.index.search(goal.instruction_text.lower())
+        scores = [shop.buy(row, index, named_options(shop.product(row).options, goal.instruction_text))[0]
+                  for row in hits]
+        wins["first hit, no options"] += shop.buy(hits[0], index, [])[0] == 1
+        wins["first hit, named options"] += scores[0] == 1
+        wins["best of the top 50"] += max(scores) == 1
+    return {rule: count / len(indices) for rule, count in wins.items()}
+
+
+def named_options(options: dict[str, list[str]], instruction: str) -> list[str]:
+    """Per option name the longest value that occurs in the instruction."""
+    named = ([value for value in values if value in instruction] for values in options.values())
+    return [max(values, key=len) for values in named if values]
+
+
+def scripted_baseline(shop, name: str, split: str, episodes: int = 500, max_steps: int = 15) -> tuple[float, float]:
+    """Success rate and mean length of a scripted policy on tasks drawn from the split."""
+    from envs.webshop import WebShopEnv                    # webshop.py imports this module
+    from envs.webshop_text import policy
+    env, rng, act = WebShopEnv(shop, max_steps), random.Random(0), policy(name, training_grammar(shop))
+    won, steps = 0.0, 0
+    for task in rng.choices(env.tasks(split), k=episodes):
+        state, over, history = env.reset(task), False, []
+        while not over:
+            history.append(act(task.text, state, history, rng))
+            state, reward, terminated, truncated, _ = env.step(history[-1])
+            over = terminated or truncated
+        won, steps = won + reward, steps + len(history)
+    return won / episodes, steps / episodes
+
+
+def training_grammar(shop):
+    """The grammar with the vocabulary of the training split: its tasks and the item pages of its products."""
+    from envs.webshop_text import WebShopGrammar, task_text
+    goals = [shop.goal(index) for index in shop.split("train")]
+    rows = dict.fromkeys(shop.rows[goal.asin] for goal in goals)
+    return WebShopGrammar([task_text(goal.instruction_text) for goal in goals]
+                          + [shop.state("item", (row,), 0, ()) for row in rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What rules reach on the invented catalogue.")
+    parser.add_argument("--baselines", action="store_true", required=True, help="success of rules, test split")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the catalogue (default: 0)")
+    args = parser.parse_args()
+    from envs.webshop import Shop
+    from envs.webshop_text import POLICIES
+    shop = Shop.invented(args.seed)
+    counts = {split: len(shop.split(split)) for split in ("train", "validation", "test")}
+    print(f"catalogue {args.seed}: {len(shop.asins)} products, {len(shop)} tasks ("
+          + ", ".join(f"{split} {count}" for split, count in counts.items()) + ")")
+    print(f"\nrules on all {counts['test']} test tasks: success")
+    random_clicks, _ = scripted_baseline(shop, "random", "test")
+    for rule, success in {"random clicks": random_clicks, **rule_baselines(shop)}.items():
+        print(f"  {rule:28}{100 * success:6.1f} %")
+    print("\nscripted policies on 500 training tasks: success, mean steps")
+    for name in POLICIES:
+        success, steps = scripted_baseline(shop, name, "train")
+        print(f"  {name:28}{100 * success:6.1f} %{steps:6.1f}")
+
+
+if __name__ == "__main__":
+    main()

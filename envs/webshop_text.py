@@ -27,7 +27,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 SUB_PAGES = ("description", "features", "reviews", "attributes")
@@ -536,20 +536,8 @@ def rename(text: str, mapping: dict[str, str]) -> str:
 # ----------------------------------------------------------------------------------------------------- policies
 Policy = Callable[[str, str, list[str], random.Random], str]
 EXPERT_TRIES = 3            # products opened before it settles for the one at hand
-NOISY_MIX = (45, 45, 10)    # of 100 actions of the noisy expert: by the expert, the mediocre, the random rule
-MEDIOCRE_FORGETS = 0.3      # probability, per option, to buy without it
-
-
-def policy(name: str, grammar: WebShopGrammar) -> Policy:
-    """A scripted policy ``(task, state, own earlier actions, rng) -> action`` that reads text alone.
-
-    ``expert`` compares and checks, ``noisy`` is an expert that slips, ``mediocre`` buys what it opens first,
-    ``random`` clicks anything.
-    """
-    rules = {"expert": _expert, "noisy": _noisy, "mediocre": _mediocre, "random": _random}
-    if name not in rules:
-        raise ValueError(f"unknown scripted policy {name!r}; known: {', '.join(rules)}")
-    return lambda task, state, history, rng: rules[name](grammar, task, state, history, rng)
+NOISY_MIX = (50, 40, 10)    # of 100 actions of the noisy expert: by the expert, the mediocre, the random rule
+MEDIOCRE_FORGETS = 0.28     # probability, per option, to buy without it
 
 
 def _query(grammar: WebShopGrammar, task: str) -> str:
@@ -613,3 +601,18 @@ def _random(grammar: WebShopGrammar, task: str, state: str, history: list[str], 
         words = _query(grammar, task).split(" ")[1:]
         return "search " + " ".join(rng.sample(words, rng.randint(1, len(words))))
     return action
+
+
+POLICIES = {"expert": _expert, "noisy": _noisy, "mediocre": _mediocre, "random": _random}
+
+
+def policy(name: str, grammar: WebShopGrammar) -> Policy:
+    """A scripted policy ``(task, state, own earlier actions, rng) -> action`` that reads text alone.
+
+    ``expert`` compares the hits with the task, opens the best, and goes back where a page does not fit; ``noisy``
+    mixes the other three; ``mediocre`` buys what it opens first and forgets options; ``random`` clicks anything.
+    Raises ValueError on an unknown name.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"unknown scripted policy {name!r}; known: {', '.join(POLICIES)}")
+    return partial(POLICIES[name], grammar)
