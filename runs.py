@@ -204,18 +204,27 @@ class Checkpoints:
         scores = self.scores()
         return min(scores.keys() & set(self.steps()), key=lambda step: (-scores[step], step), default=None)
 
-    def save(self, step: int, state: Any, score: float | None = None) -> Path:
+    def save(self, step: int, state: Any, score: float | None = None, position: dict | None = None) -> Path:
+        """``state`` is what ``save_state`` takes; ``position`` is where the run stood (``Run.checkpoint``)."""
         with _disk(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         scores = self.scores() | ({} if score is None else {step: float(score)})
-        save_state(self.path(step), state, scores=json.dumps(scores))
+        save_state(self.path(step), {"state": state, "position": position}, scores=json.dumps(scores))
         for old in set(self.steps()) - {*self.steps()[-self.keep:], self.best()}:
             with _disk(self.path(old)):
                 self.path(old).unlink()
         return self.path(step)
 
     def load(self, step: int) -> Any:
-        return load_state(self.path(step))
+        return load_state(self.path(step))["state"]
+
+    def position(self, step: int) -> dict | None:
+        return load_state(self.path(step))["position"]
+
+    def newest(self) -> tuple[int, Any]:
+        """(step, state), or (0, None) where there is none."""
+        steps = self.steps()
+        return (steps[-1], self.load(steps[-1])) if steps else (0, None)
 
 
 # ------------------------------------------------------------------------------------------------ randomness
@@ -673,8 +682,7 @@ class Run:
     def checkpoint(self, stage: str, step: int, state: Any, score: float | None = None) -> Path:
         """Saves ``state`` (what ``save_state`` takes) with the random generators, the metrics position and the
         ledger; ``score`` (validation, higher is better) protects the best one from being deleted."""
-        return self.checkpoints(stage).save(step, {"run": self._position() | {"rng": rng_state()}, "state": state},
-                                            score)
+        return self.checkpoints(stage).save(step, state, score, self._position() | {"rng": rng_state()})
 
     def resume(self, stage: str) -> tuple[int, Any]:
         """Every stage that is not done begins with this call, after its models are built.
@@ -683,24 +691,26 @@ class Run:
         generators go back to that moment; without a checkpoint, to the end of the stage before, and the generators
         are seeded for this stage, so that what earlier stages drew does not matter.
         """
-        checkpoints = self.checkpoints(stage)
-        if not checkpoints.steps():
+        step, state = self.checkpoints(stage).newest()
+        position = self.checkpoints(stage).position(step) if step else None
+        if position is None:                                         # none, or one of a process that has no run
             self._rewind(self._last_position())
             seed_everything(derive_seed(self.config.run.seed, stage))
-            return 0, None
-        step = checkpoints.steps()[-1]
-        saved = checkpoints.load(step)
-        self._rewind(saved["run"])
-        set_rng_state(saved["run"]["rng"])
-        return step, saved["state"]
+        else:
+            self._rewind(position)
+            set_rng_state(position["rng"])
+        return step, state
+
+    @staticmethod
+    def newest(folder: str | os.PathLike, stage: str) -> tuple[int, Any]:
+        """(step, state) of a stage's newest checkpoint or (0, None), for processes that only read."""
+        return Checkpoints(Path(folder) / "checkpoints" / stage, 1).newest()
 
     def best(self, stage: str) -> tuple[int, Any]:
         """(step, state) of the best checkpoint by score (else the newest), without touching the run."""
         checkpoints = self.checkpoints(stage)
         step = checkpoints.best()
-        if step is None:
-            step = checkpoints.steps()[-1]
-        return step, checkpoints.load(step)["state"]
+        return checkpoints.newest() if step is None else (step, checkpoints.load(step))
 
     def write_results(self, results: dict[str, Any]) -> None:
         """results.json: final numbers together with the real interactions they cost."""

@@ -218,7 +218,17 @@ def test_newest_and_best_checkpoints_are_kept(tmp_path):
     assert checkpoints.steps() == [2, 5, 6] and checkpoints.best() == 2
     checkpoints.save(7, {}, 0.9)
     assert checkpoints.steps() == [6, 7] and checkpoints.best() == 7
-    assert checkpoints.load(6) == {"step": 6}
+    assert checkpoints.load(6) == {"step": 6} and checkpoints.newest() == (7, {}) and checkpoints.position(7) is None
+
+
+def test_best_and_newest_of_a_stage(tmp_path):
+    with open_run(tmp_path / "run") as run:
+        assert run.best("rl") == Run.newest(tmp_path / "run", "rl") == (0, None)
+        run.checkpoint("rl", 1, "a", score=0.5)
+        run.checkpoint("rl", 2, "b", score=0.4)
+        run.checkpoint("policy", 1, "c")
+        assert run.best("rl") == (1, "a") and run.best("policy") == (1, "c")
+        assert Run.newest(tmp_path / "run", "rl") == (2, "b")
 
 
 # ------------------------------------------------------------------------------------------------- resuming
