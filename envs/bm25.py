@@ -205,7 +205,7 @@ def decode_length(byte: int) -> int:
 class BM25:
     """Inverted index: per term the documents and counts, in compressed sparse column form.
 
-    Memory: 12 bytes per posting while it is built, 6 afterwards (document 4, count 2), plus the vocabulary.
+    Memory: at most 12 bytes per posting while it is built, 8 afterwards (document 4, score part 4), plus the vocabulary.
     """
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ class BM25:
         postings = csr_matrix((np.array(self._counts, copy=False), np.array(self._terms, copy=False),
                                np.array(self._starts, copy=False)), shape=(rows, columns)).tocsc()
         del self._terms, self._counts, self._starts, self._lengths
-        self._docs, self._tf, self._ptr = postings.indices, postings.data, postings.indptr
+        self._docs, self._ptr = postings.indices, postings.indptr
         self._rank = np.empty(rows, np.int32)                   # position among the sorted ids: breaks ties
         self._rank[sorted(range(rows), key=ids.__getitem__)] = np.arange(rows, dtype=np.int32)
         self._n = int((lengths > 0).sum())
@@ -240,22 +240,29 @@ class BM25:
         decoded = np.array([decode_length(byte) for byte in bytes_], np.float32)
         table = one / (K1 * ((one - B) + B * decoded / max(average, one)))
         codes = {int(length): encode_length(int(length)) for length in np.unique(lengths)}
-        self._norm = np.array([table[codes[int(length)]] for length in lengths], np.float32)
+        norm = np.array([table[codes[int(length)]] for length in lengths], np.float32)
+        self._saturation = postings.data.astype(np.float32)     # 1 + tf * norm, in place: this is the largest array
+        del postings
+        for begin in range(0, len(self._docs), 1 << 20):
+            part = slice(begin, begin + (1 << 20))
+            self._saturation[part] *= norm[self._docs[part]]
+        self._saturation += one
         self.search = lru_cache(maxsize=4096)(self._search)
 
     def scores(self, query: str) -> np.ndarray:
         """float32 (documents,): sum over query terms of w - w / (1 + tf * norm), w = count in query * idf."""
-        total = np.zeros(len(self._norm), np.float64)           # Lucene adds in double and casts the sum
-        one = np.float32(1)
+        docs, saturation, weights, counts = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)], [], []
         for term, repeats in Counter(analyze(query)).items():
             column = self._vocabulary.get(term)
-            if column is None:
-                continue
-            here = slice(self._ptr[column], self._ptr[column + 1])
-            docs = self._docs[here]
-            idf = np.float32(math.log(1 + (self._n - len(docs) + 0.5) / (len(docs) + 0.5)))
-            weight = np.float32(repeats) * idf
-            total[docs] += weight - weight / (one + self._tf[here].astype(np.float32) * self._norm[docs])
+            if column is not None:
+                here = slice(self._ptr[column], self._ptr[column + 1])
+                docs.append(self._docs[here])
+                saturation.append(self._saturation[here])
+                counts.append(df := len(docs[-1]))
+                weights.append(np.float32(repeats) * np.float32(math.log(1 + (self._n - df + 0.5) / (df + 0.5))))
+        w = np.repeat(np.array(weights, np.float32), counts)
+        # Lucene adds in double and casts the sum; bincount adds in double, too, one term after the other
+        total = np.bincount(np.concatenate(docs), w - w / np.concatenate(saturation), minlength=len(self._rank))
         return total.astype(np.float32)
 
     def _search(self, query: str) -> tuple[int, ...]:

@@ -15,10 +15,14 @@ for being the right type of product.  Odd rules are kept and commented: publishe
 """
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
 import re
+import resource
+import sys
+import time
 from array import array
 from bisect import bisect_right
 from collections import Counter
@@ -727,3 +731,73 @@ class WebShopEnv:
 
     def admissible(self) -> list[str]:
         return [] if self.over else self._grammar.admissible(self.session.state())
+
+
+# ---------------------------------------------------------------------------------------------------- command line
+def bench(make_shop, seconds: float = 3.0) -> None:
+    """Prints load time and memory, then steps per second of processor time of random shoppers.
+
+    A shopper searches a goal's instruction (no search is repeated before every goal had its turn), then clicks at
+    random until it buys or has made 15 steps; the page of every step is read.
+    """
+    clock = time.process_time                   # the time of one core, whatever else the machine does
+    start = clock()
+    shop = make_shop()
+    print(f"load and index: {len(shop.asins)} products, {len(shop)} goals in {clock() - start:.2f} s")
+    for name in ("Session", "WebShopEnv"):
+        rng, env, steps, searches, goal, start = random.Random(0), WebShopEnv(shop), 0, 0, 0, clock()
+        while clock() - start < seconds:
+            env.reset(Task(str(goal), "", "train", goal=goal % len(shop)))
+            session, goal, over = env.session, goal + 1, False
+            for _ in range(15):
+                links = session.clickables
+                action = f"search[{session.instruction}]" if links == ["search"] else f"click[{rng.choice(links)}]"
+                if name == "Session":
+                    over = session.step(action)[1]
+                    session.observation         # built on demand
+                else:
+                    over = env.step(action)[2]
+                steps, searches = steps + 1, searches + (links == ["search"])
+                if over:
+                    break
+        print(f"{name}: {steps / (clock() - start):.0f} steps/s, {searches / steps:.0%} of them searches")
+    print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
+
+
+def play(shop: Shop, goal: int) -> None:
+    """Shop by hand: abstract or original actions, an empty line ends."""
+    env = WebShopEnv(shop, max_steps=100)
+    task = env.task(goal, "train")
+    print(f"{shop.goal(goal).instruction_text}\n\n{task.text}\n\n{env.reset(task)}")
+    while not env.over and (action := input("\n> ").strip()):
+        state, _, _, _, info = env.step(action)
+        print("nothing happens; possible: " + ", ".join(env.admissible()) if info["invalid"] else state)
+    if env.session.info:
+        print(f"score {env.session.reward:.3f}: {json.dumps(env.session.info)}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m envs.webshop", description="WebShop at the command line.")
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--bench", action="store_true", help="measure steps per second")
+    mode.add_argument("--play", action="store_true", help="shop by hand")
+    parser.add_argument("--data", metavar="FOLDER", help="official files (default: the invented catalogue)")
+    parser.add_argument("--human", action="store_true", help="goals written by people (needs --data)")
+    parser.add_argument("--goal", type=int, default=0, help="goal to play")
+    options = parser.parse_args(arguments)
+
+    def make_shop() -> Shop:
+        return Shop.load(options.data, options.human) if options.data else Shop.invented()
+    try:
+        if options.bench:
+            bench(make_shop)
+        else:
+            play(make_shop(), options.goal)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
