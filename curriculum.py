@@ -43,7 +43,8 @@ from config import Config, UserError
 from envs import Grammar, Task
 
 PRIOR = (0.5, 0.25)        # (success, V) of a task that nothing is known about
-PRIOR_WEIGHT = 0.25        # .. and what that counts, in fresh groups
+PRIOR_WEIGHT = 0.1         # .. and what that counts, in fresh groups
+SHARPNESS = 3              # power of the cosine: many unrelated tasks must not outvote a few similar ones
 FORGET = 0.01              # a group is dropped when the half-life has brought its weight below this
 CLUSTER_ROLLOUTS = 8       # PPO: rollouts of a cluster per iteration, on average
 BINS = 5                   # of the histogram of V over [0, 0.25]
@@ -120,10 +121,10 @@ class TaskWriter:
         Instruct models are asked the paper's second prompt; where they answer out of form, and for all other models,
         the highest score wins, the first one of equals.
         """
-        best = [(max(range(len(scores)), key=scores.__getitem__), f"score {max(scores):.2f}") for _, _, scores in offers]
-        if not self.lm.chat or not offers:
+        best = [(scores.index(max(scores)), f"score {max(scores):.2f}") for _, _, scores in offers]
+        if not self.lm.chat:
             return best
-        prompts = ["\n".join([f"Task: {formats.escape(seed)}", *(f"{i}. {formats.escape(t)}" for i, t in enumerate(texts, 1))])
+        prompts = ["\n".join(map(formats.escape, [f"Task: {seed}", *(f"{i}. {t}" for i, t in enumerate(texts, 1))]))
                    for seed, texts, _ in offers]
         samples = llm.generate(self.lm, [self.lm.prompt(SELECT_SYSTEM, p) for p in prompts], self.max_new_tokens, 0.0,
                                generator)
@@ -142,38 +143,28 @@ def seed_prompt(texts: Sequence[str]) -> str:
 def writer_rows(tasks: Sequence[Task], grammar: Grammar, lm: llm.LM, m: int = 1) -> Callable[[random.Random], llm.Row]:
     """Task writing as one more supervised format: ``draw(rng)`` gives m training tasks -> a related training task.
 
-    Related: the same action types, at least one part in common, not the same parts.  A seed is the closest of
-    four random ones, so most pairs differ in some parts only, as a variation does.  Raises ValueError on a task that is
-    not of the training split, UserError where no two tasks are related.
+    Related: the same action types, at least one part in common, not the same parts.  A seed is the closest of four
+    random ones, so most pairs differ in few parts, as a variation does.  Raises ValueError on a task that is not of
+    the training split, UserError where no two tasks are related.
     """
     refuse_held_out(tasks)
-    known = [(task, parts) for task in tasks if (parts := parts_or_none(grammar, task)) is not None]
-    sharing: dict[tuple, list[int]] = {}
-    for i, (_, (actions, parts)) in enumerate(known):
-        for part in parts:
-            sharing.setdefault((actions, part), []).append(i)
-
-    def related(i: int) -> list[list[int]]:
-        """For each part of task i: the other tasks that have it (tasks of equal parts are filtered when drawn)."""
-        actions, parts = known[i][1]
-        return [sharing[actions, part] for part in sorted(parts) if len(sharing[actions, part]) > 1]
-
-    targets = [i for i in range(len(known)) if any(known[j][1] != known[i][1] for js in related(i) for j in js)]
-    if not targets:
-        raise UserError("env.train_tasks: no two training tasks are related, the task writer has nothing to learn from: "
-                        "use more tasks or set curriculum.enabled: false")
-
-    def seed_of(i: int, rng: random.Random) -> str:
-        parts, lists = known[i][1], related(i)
-        drawn: list[int] = []
-        while not drawn:
-            drawn = [j for j in (rng.choice(rng.choice(lists)) for _ in range(4)) if known[j][1] != parts]
-        return known[max(drawn, key=lambda j: len(known[j][1][1] & parts[1]))][0].text
+    sharing: dict[tuple, list] = {}                            # (action types, part) -> the tasks that have both
+    for task in tasks:
+        actions, parts = parts_or_none(grammar, task) or ("", ())
+        for part in sorted(parts):
+            sharing.setdefault((actions, part), []).append((task.text, parts))
+    related = [group for group in sharing.values() if len({parts for _, parts in group}) > 1]
+    if not related:
+        raise UserError("env.train_tasks: no two training tasks are related, so task writing cannot be learned: raise "
+                        "it, or set curriculum.enabled: false")
 
     def draw(rng: random.Random) -> llm.Row:
-        i = rng.choice(targets)
-        prompt = lm.prompt(formats.WRITER_SYSTEM, seed_prompt([seed_of(i, rng) for _ in range(m)]))
-        return llm.Row(prompt, lm.encode(formats.escape(known[i][0].text)) + [lm.eos_id])
+        group = rng.choice(related)
+        target, parts = rng.choice(group)
+        others = [other for other in group if other[1] != parts]
+        seeds = [max(rng.choices(others, k=4), key=lambda other: len(other[1] & parts))[0] for _ in range(m)]
+        return llm.Row(lm.prompt(formats.WRITER_SYSTEM, seed_prompt(seeds)),
+                       lm.encode(formats.escape(target)) + [lm.eos_id])
 
     return draw
 
@@ -200,7 +191,8 @@ class Curriculum:
     Raises ValueError on a task of another split among ``tasks``.
     """
 
-    def __init__(self, cfg: Config, tasks: Sequence[Task], held_out: Iterable[Task], grammar: Grammar, encoder: Encoder):
+    def __init__(self, cfg: Config, tasks: Sequence[Task], held_out: Iterable[Task], grammar: Grammar,
+                 encoder: Encoder):
         refuse_held_out(tasks)
         self.cfg, self.grammar, self.encoder = cfg.curriculum, grammar, encoder
         self.rng = random.Random(f"curriculum {cfg.run.seed}")
@@ -234,6 +226,10 @@ class Curriculum:
     def _centred(self, raw: Tensor) -> Tensor:
         """(N, d) unit vectors without what all training tasks share: separators, "price", "find me".."""
         return F.normalize(raw - self.centre, dim=-1)
+
+    def _encode(self, texts: Sequence[str]) -> Tensor:
+        """(N, d); one text at a time, as numbers may depend on what shares a batch and a resumed run must agree."""
+        return self._centred(torch.cat([self.encoder.encode([text]) for text in texts]))
 
     def _extend(self, tasks: Sequence[Task], vectors: Tensor) -> None:
         for task in tasks:
@@ -284,10 +280,10 @@ class Curriculum:
     def predict(self, vectors: Tensor) -> Tensor:
         """(success, V) expected of tasks under the current policy: vectors (N, d) -> (N, 2) fp64.
 
-        A weighted mean over remembered groups and a prior.  A group's weight is max(0, cosine)^2 to the task, 1 for the
+        A weighted mean over remembered groups and a prior.  A group's weight is max(0, cosine)^3 to the task, 1 for the
         task's own, halved every ``half_life`` iterations; the prior is the recent mean of all tasks, at first (1/2,
         1/4).  So a task visited just now is known by its own V, one never visited by its like, and both drift to the
-        mean as the policy moves on.  The square keeps many unrelated tasks from outvoting a few similar ones.
+        mean as the policy moves on.
         """
         start = torch.tensor(PRIOR, dtype=torch.float64)
         if not self.groups:
@@ -300,7 +296,7 @@ class Curriculum:
         known = self.vectors[[self.row[i] for i in ids]]                                       # (M, d)
         out = []
         for block in vectors.split(1024):
-            weight = (block @ known.T).clamp(min=0).square().double() * fresh                  # (block, M)
+            weight = (block @ known.T).clamp(min=0).pow(SHARPNESS).double() * fresh           # (block, M)
             out.append((PRIOR_WEIGHT * prior + weight @ seen) / (PRIOR_WEIGHT + weight.sum(1, keepdim=True)))
         return torch.cat(out) if out else start.repeat(0, 1)
 
@@ -316,7 +312,7 @@ class Curriculum:
         curriculum off all training tasks are equally likely.  Raises UserError for more tasks than there are.
         """
         if n > len(self.real):
-            raise UserError(f"rl.tasks_per_step: {n} tasks an iteration, but only {len(self.real)} training tasks: lower it")
+            raise UserError(f"rl.tasks_per_step: {n} is more than the {len(self.real)} training tasks: lower it")
         V = self.predict(self.vectors)[:, 1].tolist() if self.cfg.enabled else [1.0] * len(self.tasks)
 
         def draw(rows: list[int], count: int) -> list[Task]:   # weighted, without replacement (Efraimidis, Spirakis)
@@ -332,14 +328,17 @@ class Curriculum:
     def seeds(self, count: int) -> list[list[Task]]:
         """``count`` times m seed tasks, of highest V first: well formed and with V >= ``floor``.
 
-        Tasks rolled out in this iteration come before tasks whose V is only predicted; equals in random order.  Before
-        the first iteration that is a random choice; where nothing has any V there is no seed, as a variation of it
-        would teach nothing either.
+        Tasks rolled out in this iteration come first, by their own V (Eq. 7); then tasks whose V is predicted.  Equals
+        are ordered by predicted V, then at random, as all are before the first iteration.  Where nothing has any
+        V there is no seed: a variation of it would teach nothing either.
         """
-        V = self.predict(self.vectors)[:, 1].tolist()
-        now = {task for when, task, *_ in self.groups if when == self.iteration}
-        rank = {i: (self.tasks[i].id not in now, -round(V[i], 9), self.rng.random()) for i in range(len(self.tasks))
-                if self.parts[i] is not None and V[i] >= self.cfg.floor}
+        predicted = self.predict(self.vectors)[:, 1].tolist()
+        measured = {task: v for when, task, _, v in self.groups if when == self.iteration}
+        rank = {}
+        for i, task in enumerate(self.tasks):
+            V = measured.get(task.id, predicted[i])
+            if self.parts[i] is not None and V >= self.cfg.floor:
+                rank[i] = (task.id not in measured, -V, -round(predicted[i], 9), self.rng.random())
         ranked, m = [self.tasks[i] for i in sorted(rank, key=rank.__getitem__)], self.cfg.seeds
         return [ranked[i:i + m] for i in range(0, min(len(ranked), count * m), m)]
 
@@ -371,7 +370,7 @@ class Curriculum:
             new.append(Task(name, texts[best], "train", parent.start, parent.id))
             self.why[name] = why
         if new:
-            self._extend(new, self._centred(self.encoder.encode([task.text for task in new])))
+            self._extend(new, self._encode([task.text for task in new]))
         return new
 
     def problem(self, text: str | None, seeds: Sequence[Task], taken_texts: set[str], taken_parts: set) -> str:
@@ -396,7 +395,7 @@ class Curriculum:
         """The paper's criteria as numbers in [0, 1], averaged: clear and realistic (the writer's own probability per
         token), challenging yet feasible (4 V expected from similar tasks), a meaningful change (share of parts
         that only one of child and parent has)."""
-        V = self.predict(self._centred(self.encoder.encode([c.text for c in candidates])))[:, 1].tolist()
+        V = self.predict(self._encode([c.text for c in candidates]))[:, 1].tolist()
         _, old = self.parts[self.row[parent.id]]
         scores = []
         for candidate, v in zip(candidates, V):
@@ -420,9 +419,11 @@ class Curriculum:
     def state(self) -> dict:
         """Everything that changes, as JSON can hold it exactly; the training tasks are not part of it."""
         version, numbers, gauss = self.rng.getstate()
-        return {"iteration": self.iteration, "rng": [version, list(numbers), gauss], "groups": [list(g) for g in self.groups],
+        return {"iteration": self.iteration, "rng": [version, list(numbers), gauss],
+                "groups": [list(group) for group in self.groups],
                 "synthetic": [[t.id, t.text, t.start, t.parent] for t in self.tasks[len(self.real):]],
-                "visits": dict(self.visits), "why": dict(self.why), "counts": dict(self.counts), "latest": dict(self.latest)}
+                "visits": dict(self.visits), "why": dict(self.why), "counts": dict(self.counts),
+                "latest": dict(self.latest)}
 
     def load_state(self, state: dict) -> None:
         """Inverse of ``state``, on a curriculum over the same training tasks."""
@@ -431,7 +432,7 @@ class Curriculum:
         self._clear()
         self._extend(self.real, real)
         if synthetic:
-            self._extend(synthetic, self._centred(self.encoder.encode([task.text for task in synthetic])))
+            self._extend(synthetic, self._encode([task.text for task in synthetic]))
         version, numbers, gauss = state["rng"]
         self.rng.setstate((version, tuple(numbers), gauss))
         self.iteration, self.groups = state["iteration"], [tuple(g) for g in state["groups"]]
