@@ -36,6 +36,7 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -473,7 +474,9 @@ class Lock:
     def _owner(self) -> tuple[int | None, str]:
         self.file.seek(0)
         words = self.file.read(200).decode(errors="replace").split()
-        return (int(words[0]), " ".join(words[1:])) if words and words[0].isdigit() else (None, "")
+        if words and re.fullmatch("[1-9][0-9]{0,8}", words[0]):
+            return int(words[0]), " ".join(words[1:])
+        return None, ""
 
     def _write(self, text: str) -> None:
         with _disk(self.path):
@@ -548,7 +551,7 @@ class Run:
                             f"run.out")
         lock = Lock(folder)
         try:
-            if "config.yaml" in holds:
+            if (folder / "config.yaml").exists():
                 old, _ = configuration.load(folder / "config.yaml")
                 if differences := configuration.describe_differences(old, config):
                     more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""

@@ -443,7 +443,7 @@ def test_lock_without_flock(tmp_path, monkeypatch):
     assert lock.took_over == child.pid
     lock.release()
     assert (tmp_path / "lock").read_text() == ""
-    for text in ("no number", "\x00\xff", ""):
+    for text in ("no number", "\x00\xff", "", "²", "9" * 150, "-1"):
         (tmp_path / "lock").write_text(text)
         Lock(tmp_path).release()
 
