@@ -316,8 +316,8 @@ class WebShopGrammar:
         return [item for item in task_items(task) if limit_of(item) is None and not self.option(item)]
 
     def kind(self, state: str) -> str:
-        kind = state.split(" ", 1)[0][1:-1]
-        if kind not in KINDS or not state.startswith("["):
+        mark = state.split(" ", 1)[0]
+        if (kind := mark[1:-1]) not in KINDS or mark != f"[{kind}]":
             raise ValueError(f"not a page of this shop: {state[:80]!r}")
         return kind
 
@@ -370,10 +370,9 @@ class WebShopGrammar:
         least SAME_RESULTS of the products are those of the remembered page.
         """
         word = action.removeprefix("click ")
-        if self.kind(state) == "item" == self.kind(next_state) and action.startswith("click "):
-            if f"click {word}" in self.admissible(state) and word not in BUTTONS and (
-                    render(pick(parse(state), word)) == next_state):
-                return f"[pick] {word}"
+        if self.kind(state) == "item" and word not in BUTTONS and action in self.admissible(state) and (
+                render(pick(parse(state), word)) == next_state):
+            return f"[pick] {word}"
         if next_state == state:
             return "[same]"
         if next_state in ("[home]", "[done]"):
@@ -470,42 +469,44 @@ class WebShopGrammar:
 
         First a task that the page meets (options that nobody chose are left out).  Half of the tasks stay so; in a
         quarter one check is broken, in a quarter each check on its own with probability 1/2: another
-        attribute, product or option value, a limit below the price.  None where the state is no item page, the
-        title names no known product or attribute.
+        attribute, product or option value, a limit below the price.  None where the state is no item page or its
+        title names no known product or no known attribute.
         """
-        if self.kind(state) != "item":
+        wishes = self._wishes(task, parse(state), rng) if self.kind(state) == "item" else []
+        breakable = [number for number, (_, unmet) in enumerate(wishes) if unmet]
+        if not breakable:
             return None
-        page = parse(state)
+        broken: set[int] = set()
+        if rng.random() < 0.5:
+            independently = rng.random() < 0.5
+            broken = {number for number in breakable if independently and rng.random() < 0.5}
+            broken = broken or {rng.choice(breakable)}
+        items = [rng.choice(unmet) if number in broken else met for number, (met, unmet) in enumerate(wishes)]
+        return " , ".join(item for item in items if item) + " ,"
+
+    def _wishes(self, task: str, page: Page, rng: random.Random) -> list[tuple[str | None, list[str]]]:
+        """Per wish an item that the page meets (None: an option that was not chosen) and items that it does not."""
         segments = [" ".join(map(_escape, segment.split(" "))) for segment in _segments(page.title)]
         product = next((p for p in self.products if segments and f" {segments[0]}".endswith(f" {p}")), None)
         known = [segment for segment in segments[1:] if segment in self.attributes]
         if product is None or not known:
-            return None
+            return []
         asked = max(1, len(self.phrases(task)) - 1)
-        attributes = rng.sample(known, min(asked, len(known)))
-        chosen = [(option_word(o.name), option_word(o.chosen)) for o in page.options if o.chosen is not None]
-        missing = [option_word(o.name) for o in page.options if o.chosen is None]
-        above = [ten for ten in range(10, 1000, 10) if ten >= dollars(page.price)][:4]
-        below = [ten for ten in range(10, 1000, 10) if ten < dollars(page.price)][-4:]
-
-        # slots: (the item that the page meets or None, items that it does not meet)
-        slots = [(a, [x for x in self.attributes if x not in segments]) for a in attributes]
-        slots += [(product, [p for p in self.products if p != product])]
-        for name, value in chosen + [(name, None) for name in missing]:
-            here = [option_word(v) for o in page.options if option_word(o.name) == name for v in o.values]
-            others = [v for v in here + rng.sample(self.values.get(name, []), min(2, len(self.values.get(name, []))))
-                      if v != value]
-            slots.append((f"{name} {value}" if value else None, [f"{name} {v}" for v in others]))
+        absent = [attribute for attribute in self.attributes if attribute not in segments]
+        wishes = [(attribute, absent) for attribute in rng.sample(known, min(asked, len(known)))]
+        wishes.append((product, [other for other in self.products if other != product]))
+        for option in page.options:
+            name, values = option_word(option.name), list(map(option_word, option.values))
+            chosen = option_word(option.chosen) if option.chosen is not None else None
+            elsewhere = [value for value in self.values.get(name, []) if value not in values]
+            others = values + rng.sample(elsewhere, min(2, len(elsewhere)))     # mostly values that the page offers
+            wishes.append((f"{name} {chosen}" if chosen else None, [f"{name} {v}" for v in others if v != chosen]))
+        tens = range(10, 1000, 10)
+        above = [ten for ten in tens if ten >= dollars(page.price)][:4]         # as near as the limits of real tasks
+        below = [ten for ten in tens if ten < dollars(page.price)][-4:]
         if above and any(limit_of(item) is not None for item in task_items(task)):
-            slots.append((f"price {rng.choice(above):.2f}", [f"price {ten:.2f}" for ten in below]))
-
-        breakable = [number for number, (_, worse) in enumerate(slots) if worse]
-        broken: set[int] = set()
-        if rng.random() < 0.5 and breakable:
-            broken = {number for number in breakable if rng.random() < 0.5} if rng.random() < 0.5 else set()
-            broken = broken or {rng.choice(breakable)}
-        items = [rng.choice(worse) if number in broken else better for number, (better, worse) in enumerate(slots)]
-        return " , ".join(item for item in items if item) + " ,"
+            wishes.append((f"price {rng.choice(above):.2f}", [f"price {ten:.2f}" for ten in below]))
+        return wishes
 
     def content_words(self, text: str) -> set[str]:
         """Words of a task, state, action, key or trace that may be renamed consistently: brands, nouns, attributes,
@@ -536,8 +537,8 @@ def rename(text: str, mapping: dict[str, str]) -> str:
 # ----------------------------------------------------------------------------------------------------- policies
 Policy = Callable[[str, str, list[str], random.Random], str]
 EXPERT_TRIES = 3            # products opened before it settles for the one at hand
-NOISY_MIX = (50, 40, 10)    # of 100 actions of the noisy expert: by the expert, the mediocre, the random rule
-MEDIOCRE_FORGETS = 0.28     # probability, per option, to buy without it
+NOISY_MIX = (53, 37, 10)    # of 100 actions of the noisy expert: by the expert, the mediocre, the random rule
+MEDIOCRE_FORGETS = 0.31     # probability, per option, to buy without it
 
 
 def _query(grammar: WebShopGrammar, task: str) -> str:
