@@ -205,7 +205,8 @@ def decode_length(byte: int) -> int:
 class BM25:
     """Inverted index: per term the documents and counts, in compressed sparse column form.
 
-    Memory: at most 12 bytes per posting while it is built, 8 afterwards (document 4, score part 4), plus the vocabulary.
+    Memory: 12 bytes per posting at most while it is built, 8 afterwards (document 4, part of the score 4), and the
+    vocabulary.
     """
 
     def __init__(self) -> None:
