@@ -357,9 +357,14 @@ def token_logprobs(lm: LM, hidden: Tensor, targets: Tensor, temperature: float =
     return logp, ent if with_entropy else None
 
 
+def round_up(length: int, multiple: int = 16) -> int:
+    """Few distinct shapes: the CPU's matrix library compiles a kernel for each, which costs more than some padding."""
+    return -(-length // multiple) * multiple
+
+
 def pad_rows(rows: Sequence[Sequence[int]], pad: int, device) -> tuple[Tensor, Tensor]:
     """Right-padded ids (B, T) and their attention mask, made from lengths (pad may equal EOS)."""
-    T = max(map(len, rows))
+    T = round_up(max(map(len, rows)))
     ids = torch.full((len(rows), T), pad)
     mask = torch.zeros(len(rows), T, dtype=torch.long)
     for i, r in enumerate(rows):
@@ -457,25 +462,20 @@ def sft(lm: LM, draw: Callable[[random.Random], Row], steps: int, batch_tokens: 
 
 
 def draw_batches(draw, rng: random.Random, count: int, batch_tokens: int) -> list[list[Row]]:
-    """``count`` batches of about ``batch_tokens`` tokens, rows of similar length together, in random order."""
+    """``count`` batches of at most ``batch_tokens`` tokens with padding, in random order.
+
+    Rows of similar length share a batch, and batches come in few shapes (see ``round_up``).
+    """
     rows: list[Row] = []
-    total = 0
-    while total < count * batch_tokens:
-        rows.append(draw(rng))
-        total += len(rows[-1].prompt) + len(rows[-1].target)
-    rows.sort(key=lambda r: len(r.prompt) + len(r.target))
-    batches: list[list[Row]] = []
-    done, current = 0, []
-    for r in rows:
-        current.append(r)
-        done += len(r.prompt) + len(r.target)
-        if done >= (len(batches) + 1) * total / count:
-            batches.append(current)
-            current = []
-    if current:
-        batches.append(current)
-    while len(batches) < count:                                # a very long row may have filled two batches
-        batches.append(batches[-1])
-    batches = batches[:count]
-    rng.shuffle(batches)
-    return batches
+    while True:
+        rows += [draw(rng) for _ in range(count)]
+        rows.sort(key=lambda r: -len(r.prompt) - len(r.target))
+        batches, start = [], 0
+        while start < len(rows):
+            size = max(1, batch_tokens // round_up(len(rows[start].prompt) + len(rows[start].target)))
+            batches.append(rows[start:start + size])
+            start += size
+        batches.pop()                                          # the last one is hardly ever full
+        if len(batches) >= count:
+            rng.shuffle(batches)
+            return batches[:count]
