@@ -4,7 +4,7 @@ One iteration of the main loop (paper section 4.3)::
 
     tasks = curriculum.sample(n)                     # by reward entropy, at most a share lambda_syn of them synthetic
     ...                                              # rollouts, update
-    curriculum.record(rl.group_stats(episodes))      # V of every group (Eq. 7)
+    curriculum.record(rl.group_stats(episodes))      # V of every group (Eq. 7), the same that GRPO filters by
     curriculum.grow(writer, n)                       # variations of the tasks of highest V (Eq. 6)
 
 How this differs from the paper:
@@ -143,7 +143,7 @@ def seed_prompt(texts: Sequence[str]) -> str:
 def writer_rows(tasks: Sequence[Task], grammar: Grammar, lm: llm.LM, m: int = 1) -> Callable[[random.Random], llm.Row]:
     """Task writing as one more supervised format: ``draw(rng)`` gives m training tasks -> a related training task.
 
-    Related: the same action types, at least one part in common, not the same parts.  A seed is the closest of four
+    Related: the same action types, at least one part in common, not the same parts.  A seed is the closest of eight
     random ones, so most pairs differ in few parts, as a variation does.  Raises ValueError on a task that is not of
     the training split, UserError where no two tasks are related.
     """
@@ -162,7 +162,7 @@ def writer_rows(tasks: Sequence[Task], grammar: Grammar, lm: llm.LM, m: int = 1)
         group = rng.choice(related)
         target, parts = rng.choice(group)
         others = [other for other in group if other[1] != parts]
-        seeds = [max(rng.choices(others, k=4), key=lambda other: len(other[1] & parts))[0] for _ in range(m)]
+        seeds = [max(rng.choices(others, k=8), key=lambda other: len(other[1] & parts))[0] for _ in range(m)]
         return llm.Row(lm.prompt(formats.WRITER_SYSTEM, seed_prompt(seeds)),
                        lm.encode(formats.escape(target)) + [lm.eos_id])
 
@@ -195,6 +195,7 @@ class Curriculum:
                  encoder: Encoder):
         refuse_held_out(tasks)
         self.cfg, self.grammar, self.encoder = cfg.curriculum, grammar, encoder
+        self.floor = max(self.cfg.floor, 1e-6)                 # without a floor, too, V = 0 makes no seed
         self.rng = random.Random(f"curriculum {cfg.run.seed}")
         self.real = list(tasks)
         self.held_out_texts, self.held_out_parts = set(), set()
@@ -245,12 +246,12 @@ class Curriculum:
         With one rollout a task the rollouts of a cluster are the group; a cluster that only one fell into tells
         nothing about V and is left out.  Raises ValueError on a task that is not in the task set.
         """
-        self.iteration += 1
         names = sorted(outcome)                                # whichever process rolled a group out
         values = outcome if graded is None else graded
         ids = [outcome[g].task.id for g in names]
         if unknown := [i for i in ids if i not in self.row]:
             raise ValueError(f"task {unknown[0]} is not in the curriculum's task set")
+        self.iteration += 1
         if self.kmeans is None:
             found = [([k], values[g].variance) for k, g in enumerate(names)]                   # (members, V)
         else:
@@ -316,10 +317,10 @@ class Curriculum:
         V = self.predict(self.vectors)[:, 1].tolist() if self.cfg.enabled else [1.0] * len(self.tasks)
 
         def draw(rows: list[int], count: int) -> list[Task]:   # weighted, without replacement (Efraimidis, Spirakis)
-            key = {i: math.log(1.0 - self.rng.random()) / max(V[i], self.cfg.floor, 1e-6) for i in rows}
+            key = {i: math.log(1.0 - self.rng.random()) / max(V[i], self.floor) for i in rows}
             return [self.tasks[i] for i in sorted(rows, key=key.__getitem__, reverse=True)[:count]]
 
-        worth = [i for i in range(len(self.real), len(self.tasks)) if V[i] >= self.cfg.floor]
+        worth = [i for i in range(len(self.real), len(self.tasks)) if V[i] >= self.floor]
         synthetic = draw(worth, self.quota(n))
         chosen = draw(list(range(len(self.real))), n - len(synthetic)) + synthetic
         self.rng.shuffle(chosen)                               # whatever shares them out, shares out a mixture
@@ -337,14 +338,18 @@ class Curriculum:
         rank = {}
         for i, task in enumerate(self.tasks):
             V = measured.get(task.id, predicted[i])
-            if self.parts[i] is not None and V >= self.cfg.floor:
+            if self.parts[i] is not None and V >= self.floor:
                 rank[i] = (task.id not in measured, -V, -round(predicted[i], 9), self.rng.random())
         ranked, m = [self.tasks[i] for i in sorted(rank, key=rank.__getitem__)], self.cfg.seeds
         return [ranked[i:i + m] for i in range(0, min(len(ranked), count * m), m)]
 
     # ---------------------------------------------------------------- Eq. 6: new tasks
     def grow(self, writer: TaskWriter, n: int) -> list[Task]:
-        """Add variations of the best seeds, as many as an iteration of n tasks may hold; every ``every`` iterations."""
+        """Add variations of the best seeds, as many as an iteration of n tasks may hold; every ``every`` iterations.
+
+        Of the candidates of one seed that pass ``problem`` the writer selects one.  A new task starts where its
+        parent (the first of its seeds) starts.  Returns the new tasks.
+        """
         if self.iteration % self.cfg.every or not self.quota(n):
             return []
         seeds = self.seeds(self.quota(n))
@@ -393,14 +398,15 @@ class Curriculum:
 
     def rate(self, candidates: Sequence[Candidate], parent: Task) -> list[float]:
         """The paper's criteria as numbers in [0, 1], averaged: clear and realistic (the writer's own probability per
-        token), challenging yet feasible (4 V expected from similar tasks), a meaningful change (share of parts
-        that only one of child and parent has)."""
+        token), challenging yet feasible (4 V, expected from similar tasks), a meaningful change (best where half of
+        all parts are those of both: less is a near copy, more is no variation)."""
         V = self.predict(self._encode([c.text for c in candidates]))[:, 1].tolist()
         _, old = self.parts[self.row[parent.id]]
         scores = []
         for candidate, v in zip(candidates, V):
             _, new = self.grammar.task_parts(candidate.text, parent.start)
-            scores.append((candidate.realism + 4 * v + len(old ^ new) / len(old | new)) / 3)
+            changed = len(old ^ new) / len(old | new)
+            scores.append((candidate.realism + 4 * v + 1 - abs(2 * changed - 1)) / 3)
         return scores
 
     # ---------------------------------------------------------------- seen by a person, saved and restored
@@ -426,7 +432,7 @@ class Curriculum:
                 "latest": dict(self.latest)}
 
     def load_state(self, state: dict) -> None:
-        """Inverse of ``state``, on a curriculum over the same training tasks."""
+        """Inverse of ``state``, on a curriculum over the same training tasks; raises UserError on other ones."""
         synthetic = [Task(name, text, "train", start, parent) for name, text, start, parent in state["synthetic"]]
         real = self.vectors[:len(self.real)]
         self._clear()
@@ -437,4 +443,7 @@ class Curriculum:
         self.rng.setstate((version, tuple(numbers), gauss))
         self.iteration, self.groups = state["iteration"], [tuple(g) for g in state["groups"]]
         self.visits, self.counts = Counter(state["visits"]), Counter(state["counts"])
+        if gone := sorted(set(self.visits) - set(self.row)):
+            raise UserError(f"checkpoint: its curriculum holds task {gone[0]}, which is no training task any more: "
+                            "start a new run or restore env.data")
         self.why, self.latest = dict(state["why"]), dict(state["latest"])

@@ -30,7 +30,7 @@ class ShopGrammar:
     def task_parts(self, task, start):
         items = task.removesuffix(" ,").split(" , ")
         products = [item for item in items if item in PRODUCTS]
-        if len(products) != 1:
+        if len(products) != 1 or len(set(items)) < len(items):
             raise ValueError("product")
         kinds = {"search", "click", "buy"}
         for item in items:
@@ -240,6 +240,9 @@ def test_seeds_at_the_cold_start_are_random_and_without_any_v_there_are_none():
     for _ in range(3):
         c.record(stats(c, c.real, lambda t: 0.0))
     assert c.seeds(3) == [] and c.grow(FakeWriter(varied), 8) == [] and len(c.sample(8)) == 8
+    none = make(floor=0.0)
+    none.record(stats(none, none.real, lambda t: 0.0))
+    assert none.seeds(3) == []
     pairs = make(seeds=2).seeds(3)
     assert [len(group) for group in pairs] == [2, 2, 2]
 
@@ -306,7 +309,7 @@ def test_the_score_weighs_challenge_realism_and_change():
     scores = c.rate([C.Candidate(small, 0.9), C.Candidate(small, 0.1), C.Candidate(hopeless, 0.9)], parent)
     v = c.predict(c._encode([small, hopeless]))[:, 1].tolist()
     assert v[0] > v[1] + 0.05
-    expected = [(realism + 4 * V + 2 / 6) / 3 for realism, V in ((0.9, v[0]), (0.1, v[0]), (0.9, v[1]))]
+    expected = [(realism + 4 * V + 2 / 3) / 3 for realism, V in ((0.9, v[0]), (0.1, v[0]), (0.9, v[1]))]
     assert scores == pytest.approx(expected)
 
 
@@ -346,7 +349,7 @@ def test_a_tiny_model_learns_to_write_feasible_variations():
     tasks = shop_tasks(60)
     tokenizer = llm.train_tokenizer([C.seed_prompt([t.text]) for t in tasks], 500)
     lm = llm.tiny_lm(tokenizer, 2, 48, 2, 96, constructed=False)
-    llm.sft(lm, C.writer_rows(tasks, ShopGrammar(), lm), 120, 400, 1e-2, "adamw", seed=0)
+    llm.sft(lm, C.writer_rows(tasks, ShopGrammar(), lm), 200, 400, 1e-2, "adamw", seed=0)
     before = torch.random.get_rng_state()
     made = []
     for _ in range(2):                                                              # the same on every process
@@ -355,7 +358,7 @@ def test_a_tiny_model_learns_to_write_feasible_variations():
         made.append([c.grow(C.TaskWriter(lm, candidates=8), 16), c.metrics(), c.table()])
     new, metrics, table = made[0]
     assert made[0] == made[1] and torch.equal(before, torch.random.get_rng_state())
-    assert len(new) >= 2 and metrics["accepted"] >= 0.2 * metrics["written"] == 0.2 * 32
+    assert len(new) >= 2 and metrics["accepted"] >= 3 and metrics["written"] == 32
     row = {r["id"]: r for r in table}[new[0].id]
     assert row["text"] == new[0].text and row["parent"] == new[0].parent and row["why"].startswith("score 0.")
 
@@ -395,3 +398,5 @@ def test_resuming_is_exact_and_global_randomness_untouched():
     assert resumed.state() == whole.state() and torch.equal(resumed.vectors, whole.vectors)
     assert run(whole, 4) == run(resumed, 4)
     assert random.getstate() == outside
+    with pytest.raises(UserError, match="is no training task any more"):
+        make(shop_tasks(3), rl_keys={"tasks_per_step": 1}).load_state(saved)
