@@ -344,13 +344,13 @@ class Curriculum:
         return [ranked[i:i + m] for i in range(0, min(len(ranked), count * m), m)]
 
     # ---------------------------------------------------------------- Eq. 6: new tasks
-    def grow(self, writer: TaskWriter, n: int) -> list[Task]:
+    def grow(self, writer: TaskWriter | None, n: int) -> list[Task]:
         """Add variations of the best seeds, as many as an iteration of n tasks may hold; every ``every`` iterations.
 
         Of the candidates of one seed that pass ``problem`` the writer selects one.  A new task starts where its
-        parent (the first of its seeds) starts.  Returns the new tasks.
+        parent (the first of its seeds) starts.  No writer, no tasks: in the real environment, which has no goals for them.
         """
-        if self.iteration % self.cfg.every or not self.quota(n):
+        if writer is None or self.iteration % self.cfg.every or not self.quota(n):
             return []
         seeds = self.seeds(self.quota(n))
         generator = torch.Generator(writer.lm.device).manual_seed(self.rng.getrandbits(62))
