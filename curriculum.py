@@ -348,7 +348,8 @@ class Curriculum:
         """Add variations of the best seeds, as many as an iteration of n tasks may hold; every ``every`` iterations.
 
         Of the candidates of one seed that pass ``problem`` the writer selects one.  A new task starts where its
-        parent (the first of its seeds) starts.  No writer, no tasks: in the real environment, which has no goals for them.
+        parent (the first of its seeds) starts.  Without a writer nothing is added: the real environment has no goals
+        for synthetic tasks.  Returns the new tasks.
         """
         if writer is None or self.iteration % self.cfg.every or not self.quota(n):
             return []
