@@ -140,7 +140,7 @@ def named_options(options: dict[str, list[str]], instruction: str) -> list[str]:
     return [max(values, key=len) for values in named if values]
 
 
-def scripted_baseline(shop, name: str, split: str, episodes: int = 500, max_steps: int = 15) -> tuple[float, float]:
+def scripted_baseline(shop, name: str, split: str, episodes: int = 1500, max_steps: int = 15) -> tuple[float, float]:
     """Success rate and mean length of a scripted policy on tasks drawn from the split."""
     from envs.webshop import WebShopEnv                    # webshop.py imports this module
     from envs.webshop_text import policy
@@ -180,7 +180,7 @@ def main() -> None:
     random_clicks, _ = scripted_baseline(shop, "random", "test")
     for rule, success in {"random clicks": random_clicks, **rule_baselines(shop)}.items():
         print(f"  {rule:28}{100 * success:6.1f} %")
-    print("\nscripted policies on 500 training tasks: success, mean steps")
+    print("\nscripted policies, 1500 episodes on training tasks: success, mean steps")
     for name in POLICIES:
         success, steps = scripted_baseline(shop, name, "train")
         print(f"  {name:28}{100 * success:6.1f} %{steps:6.1f}")
