@@ -178,12 +178,12 @@ def main() -> None:
           + ", ".join(f"{split} {count}" for split, count in counts.items()) + ")")
     print(f"\nrules on all {counts['test']} test tasks: success")
     random_clicks, _ = scripted_baseline(shop, "random", "test")
-    for rule, success in {"random clicks": random_clicks, **rule_baselines(shop)}.items():
-        print(f"  {rule:28}{100 * success:6.1f} %")
+    for rule, success in {"random clicks (1500 episodes)": random_clicks, **rule_baselines(shop)}.items():
+        print(f"  {rule:30}{100 * success:6.1f} %")
     print("\nscripted policies, 1500 episodes on training tasks: success, mean steps")
     for name in POLICIES:
         success, steps = scripted_baseline(shop, name, "train")
-        print(f"  {name:28}{100 * success:6.1f} %{steps:6.1f}")
+        print(f"  {name:30}{100 * success:6.1f} %{steps:6.1f}")
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def test_judge_is_a_chain_of_look_ups():
     (TASK.replace("60.00", "40.00"), ITEM.replace("red |", "red *").replace("small |", "small *"), False),
     ("headphones , price 49.50 ,", ITEM, True),                       # the limit itself is allowed
     ("wool sweater ,", ITEM, False), ("travel lamp ,", ITEM, False), ("travel ,", ITEM, True), (" ,", ITEM, False),
-    ("fragrance ,", ITEM, False), ("lamp , price 15.00 ,", "[item] lamp | $10.0 to $20.0", False),   # the end of a range
+    ("fragrance ,", ITEM, False), ("lamp , price 15.00 ,", "[item] lamp | $10.0 to $20.0", False),   # a range: its end
     ("wireless , price 60.00 ,", "[home]", False), ("wireless ,", "[done]", False)])
 def test_purchase_meets_the_task(task, state, met):
     assert GRAMMAR.met(task, state) is met
