@@ -21,6 +21,7 @@ denominators and gradients are added up over processes, and all take the same de
 """
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Sequence
@@ -31,12 +32,11 @@ from torch import Tensor, nn
 import llm
 from config import UserError
 from envs import Task
-from rollouts import Batch, Episode, PromptFormat, RealBatch, Turn, counters, group_id, rollout  # noqa: F401
-from training import (explain_out_of_memory, freeze_reference, make_optimizer, mode, optimizer_step,  # noqa: F401
-                      reference_policy, sum_over_ranks)
+from rollouts import Episode
+from training import explain_out_of_memory, mode, optimizer_step, reference_policy, sum_over_ranks
 
 MAX_PADDING = 0.1            # share of padding in a forward pass
-SUMS = ("loss", "policy_loss", "entropy", "clip_fraction", "old_kl", "abs_log_ratio", "ref_k1", "ref_k3")
+SUMS = ("loss", "policy_loss", "entropy", "clip_fraction", "old_kl", "abs_log_ratio", "ref_k1", "ref_k3")  # logged
 
 
 # ------------------------------------------------------------------------------------------------ advantages
@@ -139,6 +139,27 @@ def rows_from(episodes: Sequence[Episode], cfg) -> tuple[list[Row], dict[str, fl
     return rows, {"groups": total["groups"], "constant_groups": total["constant"] / max(1, total["groups"])}
 
 
+def turn_advantages(rows: Sequence[Row], rewards: Tensor, values: Tensor, bootstraps: Tensor, gamma: float,
+                    lam: float) -> tuple[Tensor, Tensor]:
+    """``gae`` episode by episode; all (N,).  ``bootstraps[i]``: value of the state after row i, 0 without one."""
+    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    ends = [i + 1 for i in range(len(rows)) if i + 1 == len(rows) or rows[i + 1].episode != rows[i].episode]
+    for start, end in zip([0, *ends], ends):
+        advantages[start:end], returns[start:end] = gae(rewards[start:end], values[start:end],
+                                                        bootstraps[end - 1].item(), gamma, lam)
+    return advantages, returns
+
+
+def whiten(advantages: Tensor) -> Tensor:
+    """Mean 0 and standard deviation 1 over the turns of all processes (N,); fewer than two turns stay as they are."""
+    s = sum_over_ranks({"n": len(advantages), "sum": advantages.sum(), "squares": (advantages ** 2).sum()})
+    if s["n"] < 2:
+        return advantages
+    mean = s["sum"] / s["n"]
+    variance = max(0.0, s["squares"] / s["n"] - mean ** 2)
+    return (advantages - mean) / (variance ** 0.5 + 1e-6)
+
+
 # ------------------------------------------------------------------------------------------------ losses
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float,
                 dual_clip: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -222,7 +243,8 @@ def pack(lengths: Sequence[int], micro_tokens: int) -> list[list[int]]:
 def collate(rows: Sequence[Row], indices: Sequence[int], policy: llm.LM) -> Micro:
     """All masks are made from lengths: the padding id may equal EOS, and EOS is an action token."""
     chosen = [rows[i] for i in indices]
-    input_ids, attention_mask = llm.pad_rows([r.prompt_ids + r.action_ids for r in chosen], policy.pad_id, policy.device)
+    whole = [r.prompt_ids + r.action_ids for r in chosen]
+    input_ids, attention_mask = llm.pad_rows(whole, policy.pad_id, policy.device)
     start = torch.tensor([len(r.prompt_ids) for r in chosen], device=policy.device)[:, None] - 1
     lengths = torch.tensor([len(r.action_ids) for r in chosen], device=policy.device)
     position = torch.arange(input_ids.shape[1] - 1, device=policy.device)[None]
@@ -267,15 +289,14 @@ class ValueHead(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         return self.linear(features)[:, 0]                                     # (n, H) -> (n,)
 
-    def save(self, path) -> None:
-        torch.save({"weights": self.state_dict(), "optimizer": self.optimizer.state_dict(), "updates": self.updates},
-                   path)
+    def state(self) -> dict:
+        """Everything that resuming needs, for a file of its own (``runs.save_state``)."""
+        return {"weights": self.state_dict(), "optimizer": self.optimizer.state_dict(), "updates": self.updates}
 
-    def load(self, path) -> None:
-        saved = torch.load(path, map_location=self.linear.weight.device, weights_only=True)
-        self.load_state_dict(saved["weights"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.updates = saved["updates"]
+    def restore(self, state: dict) -> None:
+        self.load_state_dict(state["weights"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.updates = state["updates"]
 
 
 def fit_value(value: ValueHead, features: Tensor, returns: Tensor, cfg, generator=None) -> dict[str, float]:
@@ -302,21 +323,6 @@ def fit_value(value: ValueHead, features: Tensor, returns: Tensor, cfg, generato
             "explained_variance": 1 - unexplained / variance if variance > 1e-12 else 0.0}
 
 
-def turn_advantages(rows: Sequence[Row], rewards: Tensor, values: Tensor, bootstraps: Tensor, cfg) -> tuple[Tensor, Tensor]:
-    """GAE episode by episode; all (N,).  ``bootstraps[i]``: value of the state after row i, 0 without one."""
-    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
-    ends = [i + 1 for i in range(len(rows)) if i + 1 == len(rows) or rows[i + 1].episode != rows[i].episode]
-    for start, end in zip([0, *ends], ends):
-        advantages[start:end], returns[start:end] = gae(rewards[start:end], values[start:end],
-                                                        bootstraps[end - 1].item(), cfg.gamma, cfg.lam)
-    if cfg.whiten:
-        s = sum_over_ranks({"n": len(advantages), "a": advantages.sum(), "aa": (advantages ** 2).sum()})
-        if s["n"] >= 2:
-            mean = s["a"] / s["n"]
-            advantages = (advantages - mean) / (max(0.0, s["aa"] / s["n"] - mean ** 2) ** 0.5 + 1e-6)
-    return advantages, returns
-
-
 def check(policy: llm.LM, ref, cfg, value: ValueHead | None) -> None:
     """What cannot work raises UserError before anything is computed."""
     if cfg.temperature <= 0:
@@ -331,6 +337,25 @@ def check(policy: llm.LM, ref, cfg, value: ValueHead | None) -> None:
     rates = [m.p for m in policy.model.modules() if isinstance(m, nn.Dropout)]
     if any(rates) or getattr(policy.model.config, "attention_dropout", 0.0):
         raise UserError("policy_model: dropout must be 0 in RL, it would make log-prob ratios random")
+
+
+def repetition(rows: Sequence[Row]) -> float:
+    """Share of token pairs that the same action already held: near 0 for language, near 1 for a stuck policy."""
+    pairs = [list(zip(row.action_ids, row.action_ids[1:])) for row in rows]
+    s = sum_over_ranks({"pairs": sum(map(len, pairs)), "new": sum(len(set(p)) for p in pairs)})
+    return 1 - s["new"] / s["pairs"] if s["pairs"] else 0.0
+
+
+def alarms(metrics: dict[str, float], vocabulary: int) -> list[str]:
+    """Signs of a collapsing or dissolving policy in the metrics of ``update``, one sentence each; mostly none."""
+    found = []
+    if metrics["steps"] and metrics["entropy"] < 1e-3:
+        found.append("the policy is deterministic (entropy below 0.001): raise rl.entropy_coef or lower rl.lr")
+    if metrics["entropy"] > 0.5 * math.log(vocabulary):
+        found.append("the policy is close to random (entropy above half its maximum): lower rl.lr or rl.entropy_coef")
+    if metrics["repetition"] > 0.5:
+        found.append("actions repeat themselves (more than half of the token pairs): lower rl.lr, raise rl.kl_coef")
+    return found
 
 
 def micro_loss(policy: llm.LM, micro: Micro, cfg) -> tuple[Tensor, dict[str, float]]:
@@ -349,76 +374,102 @@ def micro_loss(policy: llm.LM, micro: Micro, cfg) -> tuple[Tensor, dict[str, flo
     return loss, {"loss": loss.item(), **{name: x.item() for name, x in sums.items()}}
 
 
+@dataclass
+class Step:
+    """One optimizer step: its forward passes, and by name what its sum may be divided by, over all processes."""
+    micros: list[Micro]
+    sizes: dict[str, float]
+
+
+def deal(rows: Sequence[Row], policy: llm.LM, cfg, generator) -> list[Step]:
+    """Deal the rows to ``cfg.minibatches`` optimizer steps at random, and each step's rows to forward passes.
+
+    Done once an update: other shapes in later epochs would change low-precision log-probs.
+    """
+    order = [i for i in torch.randperm(len(rows), generator=generator).tolist() if not (cfg.mask_cut and rows[i].cut)]
+    steps = []
+    for m in range(cfg.minibatches):
+        mb = order[m::cfg.minibatches]                         # no remainder is dropped
+        packs = pack([len(rows[i].prompt_ids) + len(rows[i].action_ids) for i in mb], cfg.micro_tokens)
+        sizes = sum_over_ranks({"tokens_of_step": sum(len(rows[i].action_ids) for i in mb), "turns_of_step": len(mb),
+                                "episodes_of_step": len({rows[i].episode for i in mb})})
+        steps.append(Step([collate(rows, [mb[j] for j in part], policy) for part in packs], sizes))
+    return steps
+
+
+@torch.no_grad()
+def score(policy: llm.LM, ref: llm.LM | str | None, micros: list[Micro], cfg) -> None:
+    """Old and reference log-probs, in eval mode, once and before the first step (critical!)."""
+    with mode(policy.model, training=False):
+        for micro in micros:
+            micro.old_logprobs, _ = action_logprobs(policy, micro, cfg.temperature)
+        if ref is not None:
+            with reference_policy(policy, ref) as frozen:
+                for micro in micros:
+                    micro.ref_logprobs, _ = action_logprobs(frozen, micro, cfg.temperature)
+
+
+def assign_advantages(policy: llm.LM, rows: Sequence[Row], micros: list[Micro], cfg, value: ValueHead | None,
+                      generator) -> dict[str, float]:
+    """Put each turn's advantage on each of its action tokens; PPO also fits its critic and returns its metrics."""
+    N = len(rows)
+    kl_paid = torch.zeros(N)                                   # KL in the reward: every turn pays for its own tokens
+    if cfg.kl_in == "reward":
+        for micro in micros:
+            k1 = kl_estimate(micro.old_logprobs, micro.ref_logprobs, "k1").split(micro.lengths.tolist())
+            kl_paid[micro.rows] = cfg.kl_coef * torch.tensor([x.sum().item() for x in k1])
+    metrics: dict[str, float] = {}
+    if value is None:
+        divisors = torch.tensor([row.divisor for row in rows])
+        advantages = torch.tensor([row.advantage for row in rows]) - kl_paid / divisors
+    else:
+        truncated = [i for i in range(N) if rows[i].bootstrap_ids]
+        prompts = [row.prompt_ids for row in rows] + [rows[i].bootstrap_ids for i in truncated]
+        with mode(policy.model, training=False), torch.no_grad():
+            features = state_features(policy, prompts, cfg.micro_tokens)       # (N + truncated, H)
+            values = value(features).cpu()
+        bootstraps = torch.zeros(N)
+        bootstraps[truncated] = values[N:]
+        rewards = torch.tensor([row.reward for row in rows]) - kl_paid
+        advantages, returns = turn_advantages(rows, rewards, values[:N], bootstraps, cfg.gamma, cfg.lam)
+        if cfg.whiten:
+            advantages = whiten(advantages)
+        metrics = fit_value(value, features[:N], returns.to(features.device), cfg, generator)
+    for micro in micros:
+        micro.advantages = torch.repeat_interleave(advantages[micro.rows].to(policy.device), micro.lengths)
+    return metrics
+
+
 def update(policy: llm.LM, ref: llm.LM | str | None, optimizer: torch.optim.Optimizer, rows: Sequence[Row], cfg,
            value: ValueHead | None = None, generator: torch.Generator | None = None) -> dict[str, float]:
     """Improve the policy on the rows that it has just sampled; returns metrics, averaged over action tokens.
 
-    ``ref``: see ``freeze_reference``.  ``value``: PPO's critic.  ``generator`` deals rows to mini-batches.
+    ``ref``: what ``training.freeze_reference`` returned.  ``value``: PPO's critic.  ``generator`` deals the rows.
     Raises UserError for settings that cannot work, out of memory, and three non-finite steps in a row.
     """
     check(policy, ref, cfg, value)
-    model, N = policy.model, len(rows)
-    # Rows are dealt to mini-batches and packs once: an own shape per epoch would change low-precision log-probs.
-    trained = [i for i in torch.randperm(N, generator=generator).tolist() if not (cfg.mask_cut and rows[i].cut)]
-    minibatches: list[list[Micro]] = []
-    denominators = []                                          # of the whole optimizer step, over all processes
-    for m in range(cfg.minibatches):
-        mb = trained[m::cfg.minibatches]
-        packs = pack([len(rows[i].prompt_ids) + len(rows[i].action_ids) for i in mb], cfg.micro_tokens)
-        minibatches.append([collate(rows, [mb[j] for j in part], policy) for part in packs])
-        denominators.append(sum_over_ranks({"tokens_of_step": sum(len(rows[i].action_ids) for i in mb),
-                                            "turns_of_step": len(mb),
-                                            "episodes_of_step": len({rows[i].episode for i in mb})}))
-    micros = [micro for minibatch in minibatches for micro in minibatch]
-
+    model = policy.model
+    totals = Counter(dict.fromkeys((*SUMS, "grad_norm", "tokens"), 0.0))
+    counts = Counter(steps=0, skipped_steps=0, empty_steps=0, stopped_early=0)
     with explain_out_of_memory(optimizer):
-        with torch.no_grad(), mode(model, training=False):     # once, before the first step (critical!)
-            for micro in micros:
-                micro.old_logprobs, _ = action_logprobs(policy, micro, cfg.temperature)
-            if ref is not None:
-                with reference_policy(policy, ref) as frozen:
-                    for micro in micros:
-                        micro.ref_logprobs, _ = action_logprobs(frozen, micro, cfg.temperature)
-        kl_paid = torch.zeros(N)                               # (N,) k1 of each turn, charged to its own reward
-        if cfg.kl_in == "reward":
-            for micro in micros:
-                k1 = kl_estimate(micro.old_logprobs, micro.ref_logprobs, "k1")
-                kl_paid[micro.rows] = cfg.kl_coef * torch.stack([x.sum() for x in k1.split(micro.lengths.tolist())]).cpu()
-        metrics: dict[str, float] = {}
-        if value is None:
-            advantages = torch.tensor([row.advantage for row in rows]) - kl_paid / torch.tensor([r.divisor for r in rows])
-        else:
-            cut_off = [i for i in range(N) if rows[i].bootstrap_ids]           # truncated: V of the state reached
-            with mode(model, training=False):
-                features = state_features(policy, [row.prompt_ids for row in rows] +
-                                          [rows[i].bootstrap_ids for i in cut_off], cfg.micro_tokens)
-            with torch.no_grad():
-                values = value(features).cpu()                                 # (N + truncated,)
-            bootstraps = torch.zeros(N)
-            bootstraps[cut_off] = values[N:]
-            rewards = torch.tensor([row.reward for row in rows]) - kl_paid
-            advantages, returns = turn_advantages(rows, rewards, values[:N], bootstraps, cfg)
-            metrics |= fit_value(value, features[:N], returns.to(features.device), cfg, generator)
-        for micro in micros:                                   # each turn's advantage on each of its action tokens
-            micro.advantages = torch.repeat_interleave(advantages[micro.rows].to(policy.device), micro.lengths)
-
-        totals: Counter = Counter()
-        counts: Counter = Counter(steps=0, skipped_steps=0, empty_steps=0, stopped_early=0)
+        steps = deal(rows, policy, cfg, generator)
+        micros = [micro for step in steps for micro in step.micros]
+        score(policy, ref, micros, cfg)
+        metrics = assign_advantages(policy, rows, micros, cfg, value, generator)
         epochs = 0 if value is not None and value.updates <= cfg.value_warmup else cfg.epochs
-        schedule = [(mb, d) for _ in range(epochs) for mb, d in zip(minibatches, denominators)]
-        # Dropout is 0, so the mode changes no number; transformers checkpoints gradients in train mode only.
+        # Dropout is 0, so the mode changes no number; transformers checkpoints activations in train mode only.
         with mode(model, training=getattr(model, "is_activation_checkpointing", False)):
-            for minibatch, denominator in schedule:
-                if not denominator["tokens_of_step"]:          # the same on all processes
+            for step in steps * epochs:
+                tokens, denominator = step.sizes["tokens_of_step"], step.sizes[cfg.loss_denominator]
+                if not tokens:
                     counts["empty_steps"] += 1
                     continue
-                sums: Counter = Counter(dict.fromkeys(SUMS, 0.0))
-                for micro in minibatch:
+                sums = Counter(dict.fromkeys(SUMS, 0.0))
+                for micro in step.micros:
                     loss, parts = micro_loss(policy, micro, cfg)
-                    (loss / denominator[cfg.loss_denominator]).backward()
+                    (loss / denominator).backward()            # the whole step's denominator, the only division
                     sums.update(parts)
                 sums = sum_over_ranks(sums)
-                tokens = denominator["tokens_of_step"]
                 if cfg.target_kl is not None and sums["old_kl"] / tokens > cfg.target_kl:
                     optimizer.zero_grad(set_to_none=True)      # too far from the samples: this step is not taken
                     counts["stopped_early"] = 1
@@ -428,7 +479,7 @@ def update(policy: llm.LM, ref: llm.LM | str | None, optimizer: torch.optim.Opti
                     counts["skipped_steps"] += 1
                     continue
                 counts["steps"] += 1
-                totals.update({**sums, "tokens": tokens, "grad_norm": norm * tokens,
-                               "loss": sums["loss"] / denominator[cfg.loss_denominator] * tokens})
-    seen = max(1.0, totals.pop("tokens", 0.0))
-    return metrics | {name: x / seen for name, x in totals.items()} | dict(counts)
+                sums["loss"] *= tokens / denominator           # reported as it was minimised
+                totals.update({**sums, "grad_norm": norm * tokens, "tokens": tokens})
+    seen = max(1.0, totals.pop("tokens"))
+    return metrics | {name: x / seen for name, x in totals.items()} | dict(counts) | {"repetition": repetition(rows)}

@@ -4,7 +4,7 @@ A *turn* keeps the prompt as the policy saw it and the ids that it sampled; neit
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Callable, Protocol, Sequence
 
 import torch
@@ -45,6 +45,8 @@ class Episode:
     info: dict = field(default_factory=dict)
     source: str = "dream"
     final_prompt_ids: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    action_tokens: int = 0
     trimmed: int = 0
     overlong: bool = False
 
@@ -52,6 +54,10 @@ class Episode:
     def outcome(self) -> float:
         """Outcome reward r of the paper (section 1.6): 1 on success, else 0."""
         return sum(turn.reward for turn in self.turns)
+
+    def light(self) -> Episode:
+        """A copy without token ids, to pass between processes; statistics read nothing else."""
+        return replace(self, turns=[replace(t, prompt_ids=[], action_ids=[]) for t in self.turns], final_prompt_ids=[])
 
 
 class PromptFormat(Protocol):
@@ -88,11 +94,6 @@ class RealBatch:
     def step(self, idx: list[int], actions: list[str]) -> list[tuple[str, float, bool, bool, dict]]:
         self.spend(len(idx))
         return [self.envs[i].step(action) for i, action in zip(idx, actions)]
-
-
-def group_id(iteration: int, task: Task) -> str:
-    """Key of a GRPO group: never the prompt's text, which two tasks may share, and never the turn."""
-    return f"{iteration}/{task.id}"
 
 
 def rollout(policy: llm.LM, batch: Batch, tasks: Sequence[Task], group_ids: Sequence[str], fmt: PromptFormat,
@@ -143,6 +144,8 @@ def rollout(policy: llm.LM, batch: Batch, tasks: Sequence[Task], group_ids: Sequ
             invalid = not sample.cut and (action is None or info["invalid"])
             episode.turns.append(Turn(states[i], prompts[i], sample.ids, INVALID_ACTION if action is None else action,
                                       state, reward, invalid, sample.cut))
+            episode.prompt_tokens += len(prompts[i])
+            episode.action_tokens += len(sample.ids)
             states[i] = state
             episode.terminated = terminated
             episode.truncated = not terminated and (truncated or len(episode.turns) >= max_turns)
@@ -153,16 +156,16 @@ def rollout(policy: llm.LM, batch: Batch, tasks: Sequence[Task], group_ids: Sequ
     return episodes
 
 
-def counters(episodes: Sequence[Episode]) -> dict[str, int]:
-    """Everything countable about a batch of episodes, over all processes."""
+def summary(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Counts over the episodes, and shares: of the episodes for how they ended, of the turns for how they went."""
     turns = [turn for episode in episodes for turn in episode.turns]
-    return {name: int(n) for name, n in sum_over_ranks({
-        "episodes": len(episodes), "turns": len(turns),
-        "successes": sum(e.success for e in episodes),
-        "terminated": sum(e.terminated for e in episodes), "truncated": sum(e.truncated for e in episodes),
-        "action_tokens": sum(len(t.action_ids) for t in turns),
-        "prompt_tokens": sum(len(t.prompt_ids) for t in turns),
-        "invalid": sum(t.invalid for t in turns), "cut": sum(t.cut for t in turns),
-        "trimmed": sum(e.trimmed for e in episodes), "overlong": sum(e.overlong for e in episodes),
-        "real_transitions": sum(len(e.turns) for e in episodes if e.source == "real"),
-    }).items()}
+    E, K = max(1, len(episodes)), max(1, len(turns))
+    return {"episodes": len(episodes), "turns": len(turns), "turns_per_episode": len(turns) / E,
+            "prompt_tokens": sum(e.prompt_tokens for e in episodes),
+            "action_tokens": sum(e.action_tokens for e in episodes),
+            "real_transitions": sum(len(e.turns) for e in episodes if e.source == "real"),
+            "success": sum(e.success for e in episodes) / E, "score": sum(e.score for e in episodes) / E,
+            "outcome": sum(e.outcome for e in episodes) / E,
+            "terminated": sum(e.terminated for e in episodes) / E, "truncated": sum(e.truncated for e in episodes) / E,
+            "overlong": sum(e.overlong for e in episodes) / E, "trimmed": sum(e.trimmed for e in episodes),
+            "invalid": sum(t.invalid for t in turns) / K, "cut": sum(t.cut for t in turns) / K}

@@ -68,8 +68,8 @@ def explain_out_of_memory(optimizer: torch.optim.Optimizer | None = None) -> Ite
     except torch.OutOfMemoryError as error:
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
-        raise UserError("out of memory: lower rl.micro_tokens, set model.gradient_checkpointing: true, or lower "
-                        "rl.max_prompt_tokens; nothing is lost, the same command resumes the run") from error
+        raise UserError("out of memory: lower rl.micro_tokens, set policy_model.gradient_checkpointing: true, or lower "
+                        "policy_model.max_prompt_tokens; nothing is lost, the same command resumes the run") from error
 
 
 def make_optimizer(policy: llm.LM, cfg) -> torch.optim.Optimizer:
@@ -117,6 +117,6 @@ def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, warmup: int, max
         counts["bad_in_a_row"] = bad + 1
     optimizer.zero_grad(set_to_none=True)
     if counts["bad_in_a_row"] >= MAX_BAD_STEPS:
-        raise UserError(f"loss or gradient was not finite in {MAX_BAD_STEPS} steps in a row: lower rl.lr, or resume from "
-                        "an earlier checkpoint")
+        raise UserError(f"loss or gradient was not finite in {MAX_BAD_STEPS} steps in a row: lower rl.lr, or resume "
+                        "from an earlier checkpoint")
     return norm if finite else None

@@ -7,9 +7,11 @@ from transformers import PreTrainedTokenizerFast
 
 import llm
 import rl
+import rollouts
+import training
 from envs import Task
 
-WORDS = ["a", "b", "c", "d", "go", "left", "at"]
+WORDS = ["a", "b", "c"]
 
 
 def word_tokenizer(words=WORDS):
@@ -30,7 +32,7 @@ def byte_tokenizer(merges=()):
     return PreTrainedTokenizerFast(tokenizer_object=tok, pad_token=llm.PAD, eos_token=llm.EOS)
 
 
-def tiny_policy(seed=0, tokenizer=None, layers=2, width=32):
+def tiny_policy(seed=0, tokenizer=None, layers=1, width=32):
     return llm.tiny_lm(tokenizer or word_tokenizer(), layers=layers, width=width, heads=2, mlp=2 * width, seed=seed,
                        constructed=False)
 
@@ -62,40 +64,41 @@ class Format:
 
 class Bandit:
     """One turn, two tokens: half a reward for each that is right.  The best policy earns 1."""
-    best = ["b", "d"]
+    best = ["b", "a"]
 
     def reset(self, task):
-        return "go"
+        return "c"
 
     def step(self, action):
         words = action.split()
         score = sum(x == y for x, y in zip(words, self.best)) / 2 if len(words) <= 2 else 0.0
-        return "go", score, True, False, {"success": score == 1, "score": score, "invalid": False}
+        return "c", score, True, False, {"success": score == 1, "score": score, "invalid": False}
 
 
 class Corridor:
-    """Three doors, each opened by its own word (a third of a reward each); a wrong word changes nothing.  Four turns."""
-    doors = ["c", "a", "d"]
+    """Three doors, each opened by its own word; a wrong word changes nothing.  Each door is worth a third, and a task
+    says how many are open at the start: the best policy earns 1 from the first door.  Four turns."""
+    doors = ["b", "c", "a"]
 
     def reset(self, task):
-        self.cell, self.turn = 0, 0
-        return "at a"
+        self.cell, self.turn = task.goal or 0, 0
+        return "abc"[self.cell]
 
     def step(self, action):
         right = action == self.doors[self.cell]
         self.cell += right
         self.turn += 1
         done = self.cell == 3
-        return ("at " + "abcd"[self.cell], right / 3, done, not done and self.turn == 4,
+        return ("abca"[self.cell], right / 3, done, not done and self.turn == 4,
                 {"success": done, "score": self.cell / 3, "invalid": not right})
 
 
-def play(policy, world, episodes, temperature=1.0, group_size=None, generator=None, **options):
-    """``episodes`` rollouts of one task, in groups of ``group_size`` (default: one group)."""
+def play(policy, world, episodes, temperature=1.0, group_size=None, starts=(0,), generator=None, **options):
+    """``episodes`` rollouts in groups of ``group_size`` (default: one group); groups take turns with ``starts``."""
     size = group_size or episodes
-    tasks = [Task("t", "task", "train")] * episodes
+    tasks = [Task("t", "task", "train", goal=starts[i // size % len(starts)]) for i in range(episodes)]
     options = dict(max_turns=4, max_new_tokens=3, max_prompt_tokens=64) | options
-    return rl.rollout(policy, rl.RealBatch([world() for _ in tasks], lambda n: None), tasks,
+    return rollouts.rollout(policy, rollouts.RealBatch([world() for _ in tasks], lambda n: None), tasks,
                       [f"0/{i // size}" for i in range(episodes)], Format(policy), lambda state: [],
                       temperature=temperature, generator=generator, **options)
 
@@ -104,18 +107,18 @@ def mean_outcome(episodes):
     return sum(e.outcome for e in episodes) / len(episodes)
 
 
-def learn(world, cfg, iterations, seed, episodes=64, group_size=16, target=None):
-    """Train a fresh policy; returns (policy, mean outcome of each iteration)."""
+def learn(world, cfg, iterations, seed, episodes=64, group_size=16, starts=(0,), target=0.97):
+    """Train a fresh policy until two batches from the first start reach ``target``; returns (policy, mean outcomes)."""
     policy = tiny_policy(seed)
-    optimizer = rl.make_optimizer(policy, cfg)
-    ref = rl.freeze_reference(policy) if cfg.kl_in != "none" else None
+    optimizer = training.make_optimizer(policy, cfg)
+    ref = training.freeze_reference(policy) if cfg.kl_in != "none" else None
     value = rl.ValueHead(policy.model.config.hidden_size, cfg.value_lr) if cfg.algorithm == "ppo" else None
     generator = torch.Generator().manual_seed(seed)
     curve = []
     for _ in range(iterations):
-        played = play(policy, world, episodes, group_size=group_size, generator=generator)
-        curve.append(mean_outcome(played))
-        if target and len(curve) > 2 and min(curve[-3:]) >= target:
+        played = play(policy, world, episodes, group_size=group_size, starts=starts, generator=generator)
+        curve.append(mean_outcome([e for e in played if not e.task.goal]))
+        if min(curve[-2:]) >= target and len(curve) > 1:
             break
         rows, _ = rl.rows_from(played, cfg)
         rl.update(policy, ref, optimizer, rows, cfg, value, generator)
