@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 from dataclasses import dataclass
+from itertools import combinations
 
 BRANDS = ("Aldmoor Brensa Calverto Corvane Dunleith Elvaro Fenwilde Gransby Halvorn Jorvale Keldon Lunaro Maristo "
           "Norwick Oakriff Pelwyn Quillon Rosedale Selvik Varnholt Wexley Zelmont").split()
@@ -28,8 +29,8 @@ PRODUCTS = {
 ATTRIBUTES = ("Wireless Padded Foldable Waterproof Stretchy Reversible Adjustable Lightweight Washable Durable "
               "Insulated Handmade Compact Rechargeable Vegan Cushioned").split()
 COLORS = "Black Blue Green Red White Gray Brown Pink Purple Yellow".split()
-OTHER_OPTIONS = {"Size": "Small Medium Large Mini Jumbo".split(),
-                 "Pattern": "Plain Striped Dotted Floral Checked".split()}
+OTHER_OPTIONS = {"Size": "Small Medium Large Mini".split(),
+                 "Pattern": "Plain Striped Dotted Floral".split()}
 PRICES = [5.0 * step + 9.5 for step in range(1, 20)]        # $14.5 .. $104.5: 19 tags, none on a multiple of 10
 PRICE_BANDS = (0, 3, 6, 9)                                  # a category has ten neighbouring prices
 
@@ -65,18 +66,20 @@ def build(seed: int = 0) -> Catalog:
     for department, names in PRODUCTS.items():
         for name in names:
             _category(rng, department, name, seconds.pop(), bands.pop(), products, ins, nouns)
-    return Catalog(products, ins, {}, nouns, _split(rng, [product["asin"] for product in products]))
+    return Catalog(products, ins, {}, nouns, _split(rng, ins))
 
 
 def _category(rng: random.Random, department: str, name: str, second: str | None, band: int,
               products: list, ins: dict, nouns: dict) -> None:
     """Appends the products of one category."""
     pool = rng.sample(ATTRIBUTES, 5)
-    colors = rng.sample(COLORS, 6)
+    colors = rng.sample(COLORS, 5)
+    wishes = 2 * rng.sample(list(combinations(pool, 2)), PER_CATEGORY // 2)      # each is asked of two products
+    rng.shuffle(wishes)
     prices = rng.sample(PRICES[band:band + PER_CATEGORY], PER_CATEGORY)
-    for brand, price in zip(rng.sample(BRANDS, PER_CATEGORY), prices):
+    for brand, price, wish in zip(rng.sample(BRANDS, PER_CATEGORY), prices, wishes):
         asin = f"S{len(products):03d}"
-        attributes = rng.sample(pool, 3)
+        attributes = rng.sample([*wish, rng.choice([word for word in pool if word not in wish])], 3)
         options = {"Color": sorted(rng.sample(colors, rng.choice([3, 3, 4])))}
         if second:
             values = OTHER_OPTIONS[second]
@@ -96,7 +99,7 @@ def _category(rng: random.Random, department: str, name: str, second: str | None
                                       for option, values in options.items()},
             "images": [],
         })
-        asked = rng.sample(attributes, 2)
+        asked = rng.sample(wish, 2)
         ins[asin] = {
             "attributes": [word.lower() for word in attributes],
             "instruction": f"Find me {', '.join(word.lower() for word in asked)}, {name.lower()}",
@@ -105,10 +108,18 @@ def _category(rng: random.Random, department: str, name: str, second: str | None
         nouns[title] = name.lower().split()
 
 
-def _split(rng: random.Random, asins: list[str]) -> dict[str, str]:
-    """One held-out validation product per category, then one or two for the test, so that every category is known."""
+def _split(rng: random.Random, ins: dict[str, dict]) -> dict[str, str]:
+    """One held-out validation product per category, then one or two for the test, so that every category is known.
+
+    Of two products with the same wish at most one is held out: the searches of held-out tasks occur in training, with
+    other options and limits.
+    """
+    asins = list(ins)
     split = dict.fromkeys(asins, "train")
-    categories = [rng.sample(asins[at:at + PER_CATEGORY], PER_CATEGORY) for at in range(0, len(asins), PER_CATEGORY)]
+    categories = []
+    for at in range(0, len(asins), PER_CATEGORY):
+        category = rng.sample(asins[at:at + PER_CATEGORY], PER_CATEGORY)
+        categories.append(list({frozenset(ins[asin]["instruction_attributes"]): asin for asin in category}.values()))
     rng.shuffle(categories)
     held_out = [asin for row in zip(*categories) for asin in row]     # first one of each category, then the second ..
     for name, count in HELD_OUT.items():

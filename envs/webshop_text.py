@@ -343,8 +343,8 @@ class WebShopGrammar:
         product's title stands in its place; a sub page belongs to a title too; the next results page to the first
         products of this one.
         """
-        if action.startswith("search "):
-            return action
+        if action.startswith("search "):                           # the engine does not care for the order of words
+            return " ".join(["search", *sorted(action.split(" ")[1:])])
         page = parse(state)
         key = f"{page.kind} {action}"
         link = action.removeprefix("click ")
@@ -375,7 +375,7 @@ class WebShopGrammar:
             return f"[pick] {word}"
         if next_state == state:
             return "[same]"
-        if next_state in ("[home]", "[done]"):
+        if " " not in next_state:                                  # [home], [done], an empty page
             return next_state
         if action == "click prev" and next_state == self._previous(state, past):
             return "[prevpage]"
@@ -542,8 +542,8 @@ MEDIOCRE_FORGETS = 0.31     # probability, per option, to buy without it
 
 
 def _query(grammar: WebShopGrammar, task: str) -> str:
-    words = [(grammar.option(item) or ("", item))[1] for item in task_items(task) if limit_of(item) is None]
-    return "search " + " ".join(words)
+    """What a results page can answer: attributes and product.  (Options and limits are seen on the item page.)"""
+    return "search " + " ".join(grammar.phrases(task))
 
 
 def _misses(grammar: WebShopGrammar, task: str, title: str, price: str) -> int:
