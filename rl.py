@@ -33,9 +33,9 @@ import llm
 from config import UserError
 from envs import Task
 from rollouts import Episode
-from training import explain_out_of_memory, mode, optimizer_step, reference_policy, sum_over_ranks
+from training import (Micro, action_logprobs, collate, explain_out_of_memory, mode, optimizer_step, pack,
+                      reference_policy, state_features, sum_over_ranks)
 
-MAX_PADDING = 0.1            # share of padding in a forward pass
 SUMS = ("loss", "policy_loss", "entropy", "clip_fraction", "old_kl", "abs_log_ratio", "ref_k1", "ref_k3")  # logged
 
 
@@ -211,66 +211,6 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, clip: float 
     return 0.5 * loss.sum()
 
 
-# ------------------------------------------------------------------------------------------------ forward passes
-@dataclass
-class Micro:
-    """One forward pass over B rows of similar length, right-padded to T tokens; its action tokens lie flat."""
-    rows: list[int]                        # indices of the rows
-    input_ids: Tensor                      # (B, T)
-    attention_mask: Tensor                 # (B, T)
-    action_mask: Tensor                    # (B, T - 1) bool, True where the *next* token was sampled by the policy
-    lengths: Tensor                        # (B,) action tokens of each row; they sum to A
-    old_logprobs: Tensor | None = None     # (A,)
-    ref_logprobs: Tensor | None = None     # (A,)
-    advantages: Tensor | None = None       # (A,)
-
-
-def pack(lengths: Sequence[int], micro_tokens: int) -> list[list[int]]:
-    """Indices of sequences, longest first, in packs of at most ``micro_tokens`` tokens with padding and at most
-    10 % of it; a longer sequence is a pack of its own, none is ever sliced."""
-    packs: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if packs:
-            padded = (len(packs[-1]) + 1) * lengths[packs[-1][0]]
-            used = sum(lengths[j] for j in packs[-1]) + lengths[i]
-            if padded <= micro_tokens and used >= (1 - MAX_PADDING) * padded:
-                packs[-1].append(i)
-                continue
-        packs.append([i])
-    return packs
-
-
-def collate(rows: Sequence[Row], indices: Sequence[int], policy: llm.LM) -> Micro:
-    """All masks are made from lengths: the padding id may equal EOS, and EOS is an action token."""
-    chosen = [rows[i] for i in indices]
-    whole = [r.prompt_ids + r.action_ids for r in chosen]
-    input_ids, attention_mask = llm.pad_rows(whole, policy.pad_id, policy.device)
-    start = torch.tensor([len(r.prompt_ids) for r in chosen], device=policy.device)[:, None] - 1
-    lengths = torch.tensor([len(r.action_ids) for r in chosen], device=policy.device)
-    position = torch.arange(input_ids.shape[1] - 1, device=policy.device)[None]
-    action_mask = (position >= start) & (position < start + lengths[:, None])
-    return Micro(list(indices), input_ids, attention_mask, action_mask, lengths)
-
-
-def action_logprobs(lm: llm.LM, micro: Micro, temperature: float, with_entropy: bool = False):
-    """log pi of the action tokens (A,) in fp32, and their entropies: the one function behind old, new and reference
-    log-probs, at the sampling temperature.  Position t predicts token t + 1; this is the only shift."""
-    hidden = llm.hidden_states(lm, micro.input_ids, micro.attention_mask)[:, :-1][micro.action_mask]     # (A, H)
-    targets = micro.input_ids[:, 1:][micro.action_mask]                                                  # (A,)
-    return llm.token_logprobs(lm, hidden, targets, temperature, with_entropy=with_entropy)
-
-
-@torch.no_grad()
-def state_features(policy: llm.LM, prompts: Sequence[list[int]], micro_tokens: int) -> Tensor:
-    """Hidden state (N, H) of each prompt's last token, fp32 and detached: what the policy knows before it acts."""
-    features = torch.zeros(len(prompts), policy.model.config.hidden_size, device=policy.device)
-    for part in pack([len(p) for p in prompts], micro_tokens):
-        ids, mask = llm.pad_rows([prompts[i] for i in part], policy.pad_id, policy.device)
-        last = mask.sum(-1) - 1                                                # (B,)
-        features[part] = llm.hidden_states(policy, ids, mask)[torch.arange(len(part)), last].float()
-    return features
-
-
 # ------------------------------------------------------------------------------------------------ update
 class ValueHead(nn.Module):
     """V(s): an fp32 linear layer on the policy's detached hidden state; 0 everywhere at first.
@@ -387,13 +327,14 @@ def deal(rows: Sequence[Row], policy: llm.LM, cfg, generator) -> list[Step]:
     Done once an update: other shapes in later epochs would change low-precision log-probs.
     """
     order = [i for i in torch.randperm(len(rows), generator=generator).tolist() if not (cfg.mask_cut and rows[i].cut)]
+    pairs = [(row.prompt_ids, row.action_ids) for row in rows]
     steps = []
     for m in range(cfg.minibatches):
         mb = order[m::cfg.minibatches]                         # no remainder is dropped
-        packs = pack([len(rows[i].prompt_ids) + len(rows[i].action_ids) for i in mb], cfg.micro_tokens)
-        sizes = sum_over_ranks({"tokens_of_step": sum(len(rows[i].action_ids) for i in mb), "turns_of_step": len(mb),
+        packs = pack([len(prompt) + len(action) for prompt, action in (pairs[i] for i in mb)], cfg.micro_tokens)
+        sizes = sum_over_ranks({"tokens_of_step": sum(len(pairs[i][1]) for i in mb), "turns_of_step": len(mb),
                                 "episodes_of_step": len({rows[i].episode for i in mb})})
-        steps.append(Step([collate(rows, [mb[j] for j in part], policy) for part in packs], sizes))
+        steps.append(Step([collate(pairs, [mb[j] for j in part], policy) for part in packs], sizes))
     return steps
 
 

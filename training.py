@@ -1,21 +1,86 @@
-"""Mechanics around an optimizer step: processes, precision, memory, the frozen reference.  No algorithm in here."""
+"""Mechanics of training on sampled tokens: forward passes, the frozen reference, memory, processes, optimizer steps.
+
+No algorithm in here; shapes as in rl.py.
+"""
 from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Iterator
+from dataclasses import dataclass, replace
+from typing import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import llm
 from config import UserError
 
 MAX_BAD_STEPS = 3            # non-finite optimizer steps in a row that end the run
+MAX_PADDING = 0.1            # share of padding in a forward pass
 
 
+# ------------------------------------------------------------------------------------------------ forward passes
+@dataclass
+class Micro:
+    """One forward pass over B rows of similar length, right-padded to T tokens; its action tokens lie flat."""
+    rows: list[int]                        # indices of the rows
+    input_ids: Tensor                      # (B, T)
+    attention_mask: Tensor                 # (B, T)
+    action_mask: Tensor                    # (B, T - 1) bool, True where the *next* token was sampled by the policy
+    lengths: Tensor                        # (B,) action tokens of each row; they sum to A
+    old_logprobs: Tensor | None = None     # (A,)
+    ref_logprobs: Tensor | None = None     # (A,)
+    advantages: Tensor | None = None       # (A,)
+
+
+def pack(lengths: Sequence[int], micro_tokens: int) -> list[list[int]]:
+    """Indices of sequences, longest first, in packs of at most ``micro_tokens`` tokens with padding and at most
+    10 % of it; a longer sequence is a pack of its own, none is ever sliced."""
+    packs: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if packs:
+            padded = (len(packs[-1]) + 1) * lengths[packs[-1][0]]
+            used = sum(lengths[j] for j in packs[-1]) + lengths[i]
+            if padded <= micro_tokens and used >= (1 - MAX_PADDING) * padded:
+                packs[-1].append(i)
+                continue
+        packs.append([i])
+    return packs
+
+
+def collate(pairs: Sequence[tuple[list[int], list[int]]], rows: Sequence[int], policy: llm.LM) -> Micro:
+    """``pairs`` holds (prompt ids, action ids) of all rows, ``rows`` says which of them go into this forward pass.
+    All masks are made from lengths: the padding id may equal EOS, and EOS is an action token."""
+    chosen = [pairs[i] for i in rows]
+    input_ids, attention_mask = llm.pad_rows([p + a for p, a in chosen], policy.pad_id, policy.device)
+    start = torch.tensor([len(p) for p, _ in chosen], device=policy.device)[:, None] - 1
+    lengths = torch.tensor([len(a) for _, a in chosen], device=policy.device)
+    position = torch.arange(input_ids.shape[1] - 1, device=policy.device)[None]
+    action_mask = (position >= start) & (position < start + lengths[:, None])
+    return Micro(list(rows), input_ids, attention_mask, action_mask, lengths)
+
+
+def action_logprobs(lm: llm.LM, micro: Micro, temperature: float, with_entropy: bool = False):
+    """log pi of the action tokens (A,) in fp32, and their entropies: the one function behind old, new and reference
+    log-probs, at the sampling temperature.  Position t predicts token t + 1; this is the only shift."""
+    hidden = llm.hidden_states(lm, micro.input_ids, micro.attention_mask)[:, :-1][micro.action_mask]     # (A, H)
+    targets = micro.input_ids[:, 1:][micro.action_mask]                                                  # (A,)
+    return llm.token_logprobs(lm, hidden, targets, temperature, with_entropy=with_entropy)
+
+
+@torch.no_grad()
+def state_features(policy: llm.LM, prompts: Sequence[list[int]], micro_tokens: int) -> Tensor:
+    """Hidden state (N, H) of each prompt's last token, fp32 and detached: what the policy knows before it acts."""
+    features = torch.zeros(len(prompts), policy.model.config.hidden_size, device=policy.device)
+    for part in pack([len(p) for p in prompts], micro_tokens):
+        ids, mask = llm.pad_rows([prompts[i] for i in part], policy.pad_id, policy.device)
+        last = mask.sum(-1) - 1                                                # (B,)
+        features[part] = llm.hidden_states(policy, ids, mask)[torch.arange(len(part)), last].float()
+    return features
+
+
+# ------------------------------------------------------------------------------------------------ reference and modes
 def freeze_reference(policy: llm.LM) -> llm.LM | str:
     """A frozen copy of the policy as it is now: KL to it is exactly 0 before the first step.
 
@@ -72,6 +137,7 @@ def explain_out_of_memory(optimizer: torch.optim.Optimizer | None = None) -> Ite
                         "policy_model.max_prompt_tokens; nothing is lost, the same command resumes the run") from error
 
 
+# ------------------------------------------------------------------------------------------------ optimizer steps
 def make_optimizer(policy: llm.LM, cfg) -> torch.optim.Optimizer:
     """AdamW over the trainable weights; its states take 8 bits on a GPU (bitsandbytes) with ``cfg.adam_8bit``."""
     params = [p for p in policy.model.parameters() if p.requires_grad]
