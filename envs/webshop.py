@@ -409,7 +409,7 @@ class WebShopEnv:
             return nothing if banned else session.step(action)
         name, _, words = action.partition(" ")
         if name == "search" and words.strip():
-            query = " ".join(map(option_text, words.split()))
+            query = " ".join(map(option_text, words.lower().split()))
             return nothing if query.split(" ")[0] in _ENGINE_COMMANDS else (0.0, False, session.search(query))
         return session.click(self._link(words)) if name == "click" and words else nothing
 
