@@ -114,7 +114,7 @@ class SftSection(Section):
 
 
 class PolicySection(SftSection):
-    pass
+    reasoning: bool = True
 
 
 class MexpSection(SftSection):

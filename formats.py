@@ -19,7 +19,7 @@ from typing import Sequence
 
 CLOSING = {(False, False): "<go>", (True, False): "<fail>", (True, True): "<win>"}
 FLAGS = {marker: flags for flags, marker in CLOSING.items()}
-MARKERS = ("<ret>", "<to>", "<task>", "<hist>", "<state>", "<act>", "<think>", "<next>", "<vary>", "<seed>", *FLAGS)
+MARKERS = ("<do>", "<ret>", "<to>", "<task>", "<hist>", "<state>", "<act>", "<think>", "<next>", "<vary>", "<seed>", *FLAGS)
 
 POLICY_SYSTEM = (
     "You are an agent that acts in a text environment. You read the task, your latest actions, the current state and "
@@ -68,7 +68,8 @@ def parse_action(text: str, tagged: bool) -> str | None:
     if tagged:
         match = ACTION.fullmatch(text)
         return unescape(" ".join(match["action"].split())) or None if match else None
-    return None if any(m in text for m in MARKERS) else unescape(text.strip()) or None
+    thought, marker, action = text.rpartition("<do> ")
+    return None if any(m in thought or m in action for m in MARKERS) else unescape(action.strip()) or None
 
 
 @dataclass(frozen=True)
@@ -127,5 +128,8 @@ class PolicyFormat:
 
     def target(self, action: str, thought: str = "") -> list[int]:
         """Ids of the answer that says ``action``, with EOS."""
-        text = f"<think>{escape(thought)}</think><action>{escape(action)}</action>" if self.tagged else escape(action)
+        if self.tagged:
+            text = f"<think>{escape(thought)}</think><action>{escape(action)}</action>"
+        else:
+            text = join(escape(thought), "<do>", escape(action)) if thought else escape(action)
         return self.lm.encode(text) + [self.lm.eos_id]

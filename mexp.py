@@ -128,6 +128,10 @@ class ExperienceModel:
         self.counts["failed"] += len(todo)
         return out
 
+    def forget(self) -> None:
+        """Drop remembered answers (a batch's shape can move the last bit: a resumed run must not depend on them)."""
+        self.memo.clear()
+
     def _write(self, prompts: list[str], temperature: float) -> list[str]:
         fresh = [p for p in dict.fromkeys(prompts) if p not in self.memo] if temperature == 0 else prompts
         ids = [self.lm.prompt(formats.MEXP_SYSTEM, p) for p in fresh]
@@ -173,14 +177,18 @@ class DreamEnv:
         queries = [self.queries[i] for i in index]
         return [self._advance(q, p) for q, p in zip(queries, self.model.predict(queries))]
 
-    def _advance(self, q: Query, p: Prediction | None) -> tuple[str, float, bool, bool, dict]:
-        if p is None:
-            p = Prediction("", "", q.state, True, False)
-        success = p.success
-        score = float(success)
+    def outcome(self, q: Query, p: Prediction | None) -> tuple[Prediction, float]:
+        """The step as this dream takes it, and its graded score."""
+        if p is None:                                          # nothing well-formed came: an end without success
+            return Prediction("", "", q.state, True, False), 0.0
         if p.done and self.reward_source == "rules":
             checks = [met for *_, met in self.grammar.judge(q.task, q.state)]
-            success, score = all(checks), sum(checks) / max(1, len(checks))
+            return replace(p, success=all(checks)), sum(checks) / max(1, len(checks))
+        return p, float(p.success)
+
+    def _advance(self, q: Query, predicted: Prediction | None) -> tuple[str, float, bool, bool, dict]:
+        p, score = self.outcome(q, predicted)
+        success = p.success
         reward = float(p.done and success)
         invalid = not p.done and p.next_state == q.state
         self.transitions.append(Transition(q.state, q.action, p.next_state, reward, p.done, success, q.task_id, q.task,
@@ -203,6 +211,20 @@ def random_names(words: Sequence[str], rng: random.Random) -> dict[str, str]:
     others = list(words)
     rng.shuffle(others)
     return dict(zip(words, others))
+
+
+ONSETS, VOWELS = "b d f g h k l m n p r s t v w z br dr fl gr kl pl st tr".split(), "a e i o u ai ea oo".split()
+CODAS = ("", "", "n", "r", "l", "s", "x", "nd", "rt", "mp")
+
+
+def invented_words(count: int, rng: random.Random, taken: set[str] = frozenset()) -> list[str]:
+    """Distinct words of one to three syllables that can be pronounced and are not ``taken``."""
+    words: dict[str, None] = {}
+    while len(words) < count:
+        word = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(rng.randint(1, 3))) + rng.choice(CODAS)
+        if word not in taken:
+            words[word] = None
+    return list(words)
 
 
 def content_words(grammar: Grammar, transitions: Sequence[Transition]) -> list[str]:
@@ -233,6 +255,10 @@ class TrainingRows:
         self.plain = [e for e in examples if not e[1].done]
         self.judged_share = judged_share if self.judged else 0.0
         self.words = content_words(codec.grammar, transitions)
+
+    def texts(self) -> list[str]:
+        """Every example once, as it is: what a tokenizer is trained on."""
+        return [formats.join(self.codec.prompt(q, d), self.codec.target(q, t, d)) for q, t, d in self.judged + self.plain]
 
     def draw(self, rng: random.Random) -> llm.Row:
         q, t, demos = rng.choice(self.judged if rng.random() < self.judged_share else self.plain)

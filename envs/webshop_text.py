@@ -463,6 +463,26 @@ class WebShopGrammar:
         kind = self.kind(next_state)
         return {"results": "results", "item": "open", "home": "home"}.get(kind, "read")
 
+    def consider(self, task: str, state: str, history: Sequence[str]) -> str:
+        """What an agent should look at before it acts, in look-up form; a function of what it reads, not of what it
+        does.  Item page: each wanted option with what follows it, and the price pair.  Results page: from the first hit
+        after the one opened last, number, price and whether the price is fine, up to the first that is."""
+        page = parse(state)
+        limit = next((item for item in task_items(task) if limit_of(item) is not None), None)
+        if page.kind == "item":
+            wanted = [item for item in task_items(task) if item == limit or self.option(item, page)]
+            return " ".join(f"{word} {follows}" if word != limit else f"{word} {follows} {'ok' if fine else 'no'}"
+                            for word, follows, fine in self.judge(" , ".join(wanted) + " ,", state)) if wanted else ""
+        words = []
+        if page.kind == "results" and limit:
+            opened = [int(a.split(" ")[1]) for a in history if re.fullmatch(r"click \d+", a)]
+            for number, item in list(enumerate(page.items, 1))[opened[-1] if opened else 0:]:
+                fine = dollars(item.price) <= limit_of(limit)
+                words += [str(number), item.price, "ok" if fine else "no"]
+                if fine:
+                    break
+        return " ".join(words)
+
     # ---------------------------------------------------------------- augmentation
     def counterfactual(self, task: str, state: str, rng: random.Random) -> str | None:
         """Another task for the same purchase; ``judge`` on the page gives its label, no environment is asked.
@@ -538,6 +558,7 @@ def rename(text: str, mapping: dict[str, str]) -> str:
 Policy = Callable[[str, str, list[str], random.Random], str]
 EXPERT_TRIES = 3            # products opened before it settles for the one at hand
 NOISY_MIX = (53, 37, 10)    # of 100 actions of the noisy expert: by the expert, the mediocre, the random rule
+RANDOM_MISFITS = 0.3                 # share of random clicks on what the page need not offer
 MEDIOCRE_FORGETS = 0.31     # probability, per option, to buy without it
 
 
@@ -597,6 +618,8 @@ def _mediocre(grammar: WebShopGrammar, task: str, state: str, history: list[str]
 
 
 def _random(grammar: WebShopGrammar, task: str, state: str, history: list[str], rng: random.Random) -> str:
+    if rng.random() < RANDOM_MISFITS:
+        return f"click {rng.choice([*(v for values in grammar.values.values() for v in values), *BUTTONS, '1', '9'])}"
     action = rng.choice(grammar.admissible(state))
     if action == "search <words>":
         words = _query(grammar, task).split(" ")[1:]
@@ -611,7 +634,8 @@ def policy(name: str, grammar: WebShopGrammar) -> Policy:
     """A scripted policy ``(task, state, own earlier actions, rng) -> action`` that reads text alone.
 
     ``expert`` compares the hits with the task, opens the best, and goes back where a page does not fit; ``noisy``
-    mixes the other three; ``mediocre`` buys what it opens first and forgets options; ``random`` clicks anything.
+    mixes the other three; ``mediocre`` buys what it opens first and forgets options; ``random`` clicks anything, now
+    and then what the page does not offer, so that the data show what happens then.
     Raises ValueError on an unknown name.
     """
     if name not in POLICIES:

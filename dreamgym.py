@@ -1,0 +1,543 @@
+"""DreamGym: train language-model agents by reinforcement learning inside an experience model (arXiv 2511.03773).
+
+    python dreamgym.py --config configs/webshop.yaml                    the whole method, end to end
+    python dreamgym.py --config configs/webshop.yaml --profile smoke    the same in its shortest honest form
+    python dreamgym.py --config configs/webshop.yaml --dry-run          build everything, print sizes, stop
+    python dreamgym.py --help                                           everything else
+
+Stages, each cached in the run folder: ``collect`` offline data of the real environment, ``policy`` (behaviour
+cloning) and ``mexp`` (experience model, Eq. 5) side by side, ``dream`` (RL inside the experience model, with zero
+real transitions), ``s2r`` (a few real ones), ``eval`` (the real environment, held-out tasks).
+"""
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Sequence
+
+import torch
+
+import config
+import fidelity
+import formats
+import llm
+import parallel
+import rl
+import rollouts
+import training
+from buffer import ReplayBuffer, Transition, make_encoder, read_transitions, write_transitions
+from config import Config, UserError
+from curriculum import Curriculum, TaskWriter, graded_stats
+from envs import Env, Grammar, Task, World, open_world
+from mexp import (Codec, DreamEnv, ExperienceModel, Renamed, TrainingRows, content_words, random_names, rename)
+from runs import Checkpoints, Interrupt, Progress, Run, Stopped, derive_seed, write_whole
+
+CURVE_EVERY, SFT_SAVE_EVERY = 20, 200      # optimizer steps between points of the curve, between checkpoints
+EVAL_ROWS = 96                             # episodes side by side in an evaluation
+GATE_EPISODES = {"expert": 100, "noisy": 200, "mediocre": 200, "random": 40}       # on validation tasks
+GATE_PURCHASES = 240                       # of each outcome
+STAGES = ("collect", "policy", "mexp", "dream", "s2r", "eval")
+
+
+# ------------------------------------------------------------------------------------------------ models
+def new_lm(cfg: Config, role: str, folder: Path) -> llm.LM:
+    """The backbone of ``role`` (policy or mexp) before any training of ours."""
+    model = getattr(cfg, f"{role}_model")
+    if model.name == "tiny":
+        tokenizer = llm.load_tokenizer(folder / "tokenizer")
+        tiny = model.tiny
+        return llm.tiny_lm(tokenizer, tiny.layers, tiny.width, tiny.heads, tiny.mlp,
+                           seed=derive_seed(cfg.run.seed, role), constructed=getattr(cfg, role).heads == "constructed")
+    return llm.load_backbone(model)
+
+
+def trained_lm(cfg: Config, role: str, folder: Path, stage: str | None = None) -> llm.LM:
+    """The backbone of ``role`` with the weights that ``stage`` (by default its supervised training) left."""
+    lm = new_lm(cfg, role, folder)
+    _, state = Run.newest(folder, stage or role)
+    lm.load_weights(state["weights"])
+    return lm
+
+
+def new_buffer(cfg: Config, grammar: Grammar, world: World, real: list[Transition]) -> ReplayBuffer:
+    """The replay buffer, seeded with the offline data (section 4.1)."""
+    banned = [t.id for split in ("validation", "test") for t in world.tasks[split]]
+    buffer = ReplayBuffer(make_encoder(cfg.retrieval.encoder), grammar, cfg.retrieval.capacity,
+                          cfg.retrieval.synthetic_share, banned)
+    buffer.add(real)
+    return buffer
+
+
+def new_codec(cfg: Config, grammar: Grammar, buffer: ReplayBuffer) -> Codec:
+    return Codec(grammar, buffer, cfg.mexp.format == "edits", cfg.mexp.history, cfg.retrieval.k, cfg.mexp.reasoning)
+
+
+def new_mexp(cfg: Config, lm: llm.LM, grammar: Grammar, buffer: ReplayBuffer) -> ExperienceModel:
+    return ExperienceModel(lm, new_codec(cfg, grammar, buffer), cfg.mexp_model.max_new_tokens, cfg.mexp.temperature,
+                           cfg.mexp.retries)
+
+
+# ------------------------------------------------------------------------------------------------ stages
+def collect(cfg: Config, run: Run) -> None:
+    """Offline real trajectories by scripted policies on training tasks: successes and failures (Table of section 5)."""
+    world = open_world(cfg.env)
+    rng = random.Random(derive_seed(cfg.run.seed, "collect"))
+    tasks = world.tasks["train"][:cfg.env.train_tasks]
+    grammar, env = world.grammar([t.text for t in tasks]), world.make()
+    plan = [name for name, count in cfg.collect for _ in range(count)]
+    transitions: list[Transition] = []
+    successes = dict.fromkeys(dict(cfg.collect), 0)
+    with Progress("collect", len(plan)) as progress:
+        for number, name in enumerate(plan):
+            transitions += play_scripted(env, rng.choice(tasks), world.scripted(name), grammar, f"{name}-{number:06d}", rng)
+            successes[name] += transitions[-1].success
+            progress.update(1, transitions=len(transitions))
+    write_transitions(run.path("offline.jsonl"), transitions)
+    run.ledger.add("offline", len(transitions), len(plan))
+    if "tiny" in (cfg.policy_model.name, cfg.mexp_model.name):
+        grammar = training_grammar(world, transitions)
+        codec = new_codec(cfg, grammar, new_buffer(cfg, grammar, world, transitions))
+        texts = TrainingRows(codec, transitions, None).texts() + [
+            formats.join(grammar.consider(t.task, t.state, t.history), "<do>", t.action) for t in transitions]
+        llm.train_tokenizer(texts, cfg.mexp_model.tiny.vocab).save_pretrained(run.path("tokenizer"))
+    rates = {name: successes[name] / count for name, count in cfg.collect if count}
+    print("collect: success of the scripted policies on training tasks: "
+          + ", ".join(f"{n} {r:.0%}" for n, r in rates.items()) + f"; {len(transitions):,} transitions")
+    run.mark_done("collect", {"transitions": len(transitions), "success": rates})
+
+
+def play_scripted(env: Env, task: Task, policy, grammar: Grammar, episode: str, rng: random.Random) -> list[Transition]:
+    """One real episode of a scripted policy, with the reasoning trace of teacher ``rules``."""
+    state, history, done = env.reset(task), [], False
+    transitions = []
+    while not done:
+        action = policy(task.text, state, history, rng)
+        after, reward, terminated, truncated, info = env.step(action)
+        transitions.append(Transition(
+            state, action, after, reward, terminated, info["success"], task.id, task.text, episode, len(history), "real",
+            list(history), grammar.explain(task.text, state, action, after)))
+        history.append(action)
+        state, done = after, terminated or truncated
+    return transitions
+
+
+def training_grammar(world: World, offline: Sequence[Transition]) -> Grammar:
+    """The text side, taught by the training data alone."""
+    return world.grammar([t.text for t in world.tasks["train"]] + [t.next_state for t in offline])
+
+
+class CloningRows:
+    """Rows for behaviour cloning: the steps of successful offline episodes, content words renamed in a share."""
+
+    def __init__(self, offline: Sequence[Transition], grammar: Grammar, fmt: formats.PolicyFormat, rename: float,
+                 reasoning: bool):
+        won = {t.episode for t in offline if t.success}
+        self.steps = [t for t in offline if t.episode in won and t.next_state != t.state]
+        self.grammar, self.fmt, self.rename, self.reasoning = grammar, fmt, rename, reasoning
+        self.words = content_words(grammar, self.steps)
+
+    def draw(self, rng: random.Random) -> llm.Row:
+        t = rng.choice(self.steps)
+        names = random_names(self.words, rng) if rng.random() < self.rename else {}
+        thought = self.grammar.consider(t.task, t.state, t.history) if self.reasoning else ""
+        task, state, action, thought, *history = (rename(text, names)
+                                                  for text in (t.task, t.state, t.action, thought, *t.history))
+        prompt = self.fmt.prompt(task, history, state, self.grammar.admissible(state))
+        return llm.Row(prompt, self.fmt.target(action, thought))
+
+
+def train_backbone(cfg: Config, role: str, folder: Path) -> None:
+    """Stages ``policy`` and ``mexp``: supervised training, in a process of its own where there is room; resumable.
+
+    Leaves a checkpoint with the weights and the training curve.
+    """
+    settings = getattr(cfg, role)
+    checkpoints = Checkpoints(folder / "checkpoints" / role, cfg.run.keep_checkpoints)
+    saved = checkpoints.load(checkpoints.steps()[-1]) if checkpoints.steps() else None
+    if saved and saved["step"] == settings.steps:
+        return
+    world = open_world(cfg.env)
+    offline = read_transitions(folder / "offline.jsonl")
+    grammar = training_grammar(world, offline)
+    lm = new_lm(cfg, role, folder)
+    if role == "policy":
+        rows = CloningRows(offline, grammar, formats.PolicyFormat(lm, settings.history), settings.rename,
+                           settings.reasoning)
+    else:
+        codec = new_codec(cfg, grammar, new_buffer(cfg, grammar, world, offline))
+        rows = TrainingRows(codec, offline, lm, rename=settings.rename)
+    if saved:
+        lm.load_weights(saved["weights"])
+    curve: list[dict] = saved["curve"] if saved else []
+    progress = Progress(role, settings.steps, start=saved["step"] if saved else 0)
+
+    def on_step(step: int, metrics: dict) -> None:
+        done = step + 1
+        progress.update(1, loss=metrics["loss"])
+        if done % CURVE_EVERY == 0 or done == settings.steps:
+            curve.append({"step": done, "loss": metrics["loss"], "grad_norm": metrics["grad_norm"]})
+        if done % SFT_SAVE_EVERY == 0 or done == settings.steps:
+            checkpoints.save(done, {"step": done, "weights": lm.weights(), "curve": curve,
+                                    "optimizers": [o.state_dict() for o in metrics["optimizers"]]})
+
+    llm.sft(lm, rows.draw, settings.steps, settings.batch_tokens, settings.lr, settings.optimizer,
+            derive_seed(cfg.run.seed, role, "rows"), settings.warmup, settings.prompt_weight, state=saved,
+            on_step=on_step)
+    progress.close()
+
+
+def pretrain(cfg: Config, run: Run, interrupt: Interrupt) -> None:
+    """Policy and experience model side by side: neither needs the other's weights."""
+    roles = [role for role in ("policy", "mexp") if not run.stage_done(role)
+             and not (role == "mexp" and cfg.run.method != "dream")]
+    parallel.side_by_side([(train_backbone, (cfg, role, run.folder)) for role in roles], cfg.run.threads,
+                          at_once=cfg.run.processes > 1 and len(roles) > 1, stopping=lambda: bool(interrupt))
+    if interrupt:
+        raise Stopped
+    for role in roles:
+        for point in run.checkpoints(role).load(run.checkpoints(role).steps()[-1])["curve"]:
+            run.log(role, **point)
+        run.mark_done(role)
+
+
+# ------------------------------------------------------------------------------------------------ evaluation
+def evaluate(policy: llm.LM, fmt: formats.PolicyFormat, world: World, tasks: Sequence[Task], temperature: float,
+             cfg: Config, seed: int) -> dict:
+    """Real success on a fixed panel of tasks, each played once; the processes share the tasks.
+
+    Returns ``success`` (share), ``tasks``, ``transitions`` and ``outcomes``: task id -> [success, score].
+    """
+    grammar = world.grammar([])
+    used = [0]
+
+    def spend(n: int) -> None:
+        used[0] += n
+
+    generator = torch.Generator().manual_seed(derive_seed(seed, "evaluate", parallel.rank()))
+    mine, outcomes = parallel.share(tasks), []
+    envs = [world.make() for _ in range(min(len(mine), EVAL_ROWS))]
+    for start in range(0, len(mine), EVAL_ROWS):
+        part = mine[start:start + EVAL_ROWS]
+        episodes = rollouts.rollout(policy, rollouts.RealBatch(envs, spend), part, [t.id for t in part], fmt,
+                                    grammar.admissible, temperature=temperature, generator=generator,
+                                    **limits(cfg))
+        outcomes += [(e.task.id, e.success, e.score) for e in episodes]
+    outcomes = parallel.gather(outcomes)
+    return {"success": sum(s for _, s, _ in outcomes) / max(1, len(outcomes)), "tasks": len(outcomes),
+            "score": sum(s for *_, s in outcomes) / max(1, len(outcomes)),
+            "transitions": sum(parallel.gather(used)), "outcomes": {i: [s, g] for i, s, g in outcomes}}
+
+
+def limits(cfg: Config) -> dict[str, int]:
+    """The limits of a rollout: turns, new tokens of an answer, tokens of a prompt."""
+    model = cfg.policy_model
+    return {"max_turns": cfg.env.max_steps, "max_new_tokens": model.max_new_tokens,
+            "max_prompt_tokens": model.max_prompt_tokens}
+
+
+# ------------------------------------------------------------------------------------------------ RL
+def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, interrupt: Interrupt | None = None) -> None:
+    """Stages ``dream`` and ``s2r``: the loop of section 4.3, in the experience model or in the real environment.
+
+    Runs in every process alike, each on its share of the groups; only the first one holds ``run``, writes and prints.
+    """
+    job = RLJob(cfg, stage, folder, run)
+    with Progress(stage, job.iterations, start=job.iteration) as progress:
+        while not job.finished():
+            it = job.iteration
+            tasks = job.curriculum.sample(cfg.rl.tasks_per_step)                     # by reward entropy, Eq. 7
+            episodes = job.play(tasks, it)                                           # policy and world take turns
+            rows, groups = rl.rows_from(episodes, cfg.rl)                            # advantages, Eq. 3 (or Eq. 2)
+            update = rl.update(job.policy, job.reference, job.optimizer, rows, cfg.rl, job.value, job.generator(it, "mb"))
+            enriched = job.enrich()                                                  # dreams join the replay buffer
+            everything = parallel.gather([e.light() for e in episodes])
+            job.curriculum.record(rl.group_stats(everything), job.graded(everything))
+            job.curriculum.grow(job.writer, cfg.rl.tasks_per_step)                   # variations, Eq. 6
+            job.iteration += 1
+            metrics = rollouts.summary(everything) | groups | update | enriched
+            validation = job.validate()
+            if run:
+                run.log(stage, job.iteration, **metrics, **validation, **job.curriculum.metrics())
+                progress.update(1, success=metrics["success"], kl=metrics["ref_k3"],
+                                **{k: v for k, v in validation.items() if v is not None})
+                if job.iteration % cfg.rl.save_every == 0 or job.finished():
+                    run.checkpoint(stage, job.iteration, job.state())
+            if parallel.agree(bool(interrupt)):
+                raise Stopped
+
+
+class RLJob:
+    """Everything that the loop works with, and what of it a checkpoint holds.
+
+    stage ``dream``: the world is the experience model, or with ``--method real`` the real environment; ``s2r``: the
+    real environment with a budget of transitions, starting from the dream's policy.
+    """
+
+    def __init__(self, cfg: Config, stage: str, folder: Path, run: Run | None):
+        self.cfg, self.stage, self.folder, self.run = cfg, stage, folder, run
+        self.world = open_world(cfg.env)
+        offline = read_transitions(folder / "offline.jsonl")
+        self.grammar = training_grammar(self.world, offline)
+        self.words = content_words(self.grammar, offline)
+        self.dreaming = stage == "dream" and cfg.run.method == "dream"
+        self.policy = trained_lm(cfg, "policy", folder, "dream" if stage == "s2r" else "policy")
+        self.format = formats.PolicyFormat(self.policy, cfg.policy.history)
+        self.reference = training.freeze_reference(self.policy) if cfg.rl.kl_in != "none" else None
+        self.optimizer = training.make_optimizer(self.policy, cfg.rl)
+        self.value = rl.ValueHead(self.policy.model.config.hidden_size, cfg.rl.value_lr,
+                                  self.policy.device) if cfg.rl.algorithm == "ppo" else None
+        train = self.world.tasks["train"][:cfg.env.train_tasks]
+        held_out = [t for split in ("validation", "test") for t in self.world.tasks[split]]
+        encoder = make_encoder(cfg.retrieval.encoder)
+        self.curriculum = Curriculum(cfg, train, held_out, self.grammar, encoder)
+        self.validation = self.world.tasks["validation"][:cfg.eval.validation_tasks]
+        self.iteration, self.used, self.real, self.writer, self.mexp = 0, 0, 0, None, None
+        self.longest = cfg.rl.tasks_per_step * cfg.rl.group_size * cfg.env.max_steps
+        if self.dreaming:
+            lm = trained_lm(cfg, "mexp", folder)
+            self.buffer = new_buffer(cfg, self.grammar, self.world, offline)
+            self.mexp = new_mexp(cfg, lm, self.grammar, self.buffer)
+            self.batch = DreamEnv(self.mexp, cfg.env.max_steps, cfg.rl.reward_source)
+            self.writer = TaskWriter(lm, cfg.curriculum.candidates, cfg.mexp_model.max_new_tokens)
+        else:
+            count = cfg.rl.tasks_per_step * cfg.rl.group_size // parallel.size()
+            self.batch = rollouts.RealBatch([self.world.make() for _ in range(count)], self.spend)
+        self.resume()
+
+    def spend(self, n: int) -> None:
+        """Real transitions of this process since the iteration began."""
+        self.used += n
+
+    def generator(self, *parts) -> torch.Generator:
+        """Randomness from (seed, stage, iteration, purpose, process) alone: a resumed run needs no stored state."""
+        return torch.Generator(self.policy.device).manual_seed(
+            derive_seed(self.cfg.run.seed, self.stage, *parts, parallel.rank()))
+
+    def finished(self) -> bool:
+        if self.stage == "dream":
+            return self.iteration >= self.cfg.rl.iterations
+        return self.real + self.longest > self.cfg.s2r.transitions      # the next iteration might break the budget
+
+    def play(self, tasks: Sequence[Task], iteration: int) -> list[rollouts.Episode]:
+        """This process's share of the groups: ``group_size`` episodes of each task, some groups under other names."""
+        rng = random.Random(derive_seed(self.cfg.run.seed, self.stage, iteration, "names"))
+        names = [random_names(self.words, rng) if rng.random() < self.cfg.rl.rename else {} for _ in tasks]
+        mine = [(t, n) for t, n in parallel.share(list(zip(tasks, names))) for _ in range(self.cfg.rl.group_size)]
+        if self.mexp:
+            self.mexp.forget()
+            self.batch.prefix = f"dream-{iteration}-{parallel.rank()}"
+        shown = Renamed(self.batch, [n for _, n in mine])
+        return rollouts.rollout(self.policy, shown, shown.tasks([t for t, _ in mine]),
+                                [rollouts.group_id(iteration, t) for t, _ in mine], self.format,
+                                self.grammar.admissible, temperature=self.cfg.rl.temperature,
+                                generator=self.generator(iteration, "rollout"), **limits(self.cfg))
+
+    def graded(self, episodes: Sequence[rollouts.Episode]) -> dict | None:
+        """Statistics of the graded score for the curriculum, if it is to use them."""
+        return graded_stats(episodes) if self.cfg.curriculum.score == "graded" else None
+
+    def enrich(self) -> dict[str, float]:
+        """What was dreamed joins the replay buffer, if it passes the filter; real transitions go to the ledger."""
+        used, self.used = sum(parallel.gather([self.used])), 0
+        self.real += used
+        if not self.dreaming:
+            if self.run:
+                self.run.ledger.add("s2r" if self.stage == "s2r" else "rl", used)
+            return {"unparsed": 0.0, "buffer_dream": 0, "buffer_rejected": 0.0}
+        dreamed = parallel.gather(self.batch.transitions)
+        if self.run:
+            append_transitions(self.folder / "dream.jsonl", dreamed)
+        self.buffer.add(dreamed)
+        counts, stats = self.mexp.counts, self.buffer.stats()
+        total = parallel.gather([counts["steps"], counts["failed"]])
+        self.mexp.counts = dict.fromkeys(counts, 0)
+        return {"unparsed": sum(total[1::2]) / max(1, sum(total[::2])), "buffer_dream": stats["dream"],
+                "buffer_rejected": stats["rejected"]}
+
+    def validate(self) -> dict[str, float | None]:
+        """Every ``eval_every`` iterations: real success on validation tasks, on the side; nothing learns from it."""
+        every = self.cfg.rl.eval_every
+        if not every or (self.iteration % every and not self.finished()):
+            return {"real_greedy": None, "real_sampled": None}
+        out = {}
+        for name, temperature in (("real_greedy", 0.0), ("real_sampled", 1.0)):
+            result = evaluate(self.policy, self.format, self.world, self.validation, temperature, self.cfg,
+                              derive_seed(self.cfg.run.seed, self.stage, self.iteration, name))
+            out[name] = result["success"]
+            if self.run:
+                self.run.ledger.add("validation", result["transitions"], result["tasks"])
+        return out
+
+    def state(self) -> dict:
+        """All that the next iteration depends on; randomness derives from the iteration's number."""
+        dreams = self.folder / "dream.jsonl"
+        return {"real": self.real, "weights": self.policy.weights(), "optimizer": self.optimizer.state_dict(),
+                "value": self.value.state() if self.value else None, "curriculum": self.curriculum.state(),
+                "dream_bytes": dreams.stat().st_size if self.dreaming and dreams.exists() else 0}
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint of this stage, if there is one.  The first process also puts metrics
+        and ledger back; the replay buffer is filled again with the dreams of the finished iterations, in their order."""
+        if self.run:
+            step, state = self.run.resume(self.stage)
+        else:
+            step, state = Run.newest(self.folder, self.stage)
+        if self.dreaming and parallel.rank() == 0:
+            truncate(self.folder / "dream.jsonl", state["dream_bytes"] if state else 0)
+        parallel.agree(False)                                  # nobody reads the file before it is cut
+        if not state:
+            return
+        self.iteration, self.real = step, state["real"]
+        self.policy.load_weights(state["weights"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.value:
+            self.value.restore(state["value"])
+        self.curriculum.load_state(state["curriculum"])
+        if self.dreaming:
+            dreams = [Transition.from_json(line) for line in open(self.folder / "dream.jsonl", encoding="utf-8")]
+            for _, group in itertools.groupby(dreams, key=lambda t: t.episode.split("-")[1]):
+                self.buffer.add(list(group))
+
+
+# ------------------------------------------------------------------------------------------------ the whole run
+def check_experience_model(cfg: Config, run: Run, force: bool) -> None:
+    """Fidelity on held-out transitions, and the gate: a dream that misjudges purchases teaches the wrong thing."""
+    if (run.path("fidelity.json")).exists():
+        return
+    world, offline = open_world(cfg.env), read_transitions(run.path("offline.jsonl"))
+    grammar = training_grammar(world, offline)
+    lm = trained_lm(cfg, "mexp", run.folder)
+    model = new_mexp(cfg, lm, grammar, new_buffer(cfg, grammar, world, offline))
+    held_out = fidelity.held_out_transitions(world, grammar, "validation", GATE_EPISODES, cfg.run.seed, cfg.env.max_steps)
+    run.ledger.add("validation", len(held_out), sum(GATE_EPISODES.values()))
+    found = fidelity.teacher_forced(model, held_out) | fidelity.balanced_purchases(
+        model, held_out, GATE_PURCHASES, random.Random(derive_seed(cfg.run.seed, "gate")))
+    write_whole(run.path("fidelity.json"), json.dumps(found, indent=1) + "\n")
+    print(fidelity.table(found))
+    bad = [f"{name.replace('_', '-')} rate {found[name]:.1%} is above mexp.gate_{name} = {limit:.1%}"
+           for name, limit in (("false_success", cfg.mexp.gate_false_success), ("false_failure", cfg.mexp.gate_false_failure))
+           if found[name] > limit]
+    if bad and not force:
+        raise UserError(f"the experience model judges too badly to learn in: {'; '.join(bad)}. Train it longer "
+                        f"(mexp.steps), give it more data (collect.*), or go on all the same with --force")
+
+
+def final_evaluation(cfg: Config, folder: Path, run: Run | None = None) -> None:
+    """Stage ``eval``: every policy of this run on the test tasks, in the real environment alone."""
+    world = open_world(cfg.env)
+    tasks = world.tasks["test"][:cfg.eval.tasks]
+    results: dict = {"policies": {}, "tasks": len(tasks)}
+    for label, stage in (("cloned", "policy"), ("dream" if cfg.run.method == "dream" else "real", "dream"), ("s2r", "s2r")):
+        if not Run.newest(folder, stage)[1]:
+            continue
+        policy = trained_lm(cfg, "policy", folder, stage)
+        fmt = formats.PolicyFormat(policy, cfg.policy.history)
+        results["policies"][label] = {}
+        for name, temperature in (("greedy", 0.0), ("sampled", cfg.eval.temperature), ("t1", 1.0)):
+            found = evaluate(policy, fmt, world, tasks, temperature, cfg, derive_seed(cfg.run.seed, "test", name))
+            found["interval"] = fidelity.wilson(round(found["success"] * found["tasks"]), found["tasks"])
+            results["policies"][label][name] = found
+            if run:
+                run.ledger.add("evaluation", found["transitions"], found["tasks"])
+    if run:
+        results["rules"] = world.rules("test")
+        run.write_results(results)
+        print(results_table(results, run))
+
+
+def run_all(cfg: Config, reason: str, args: argparse.Namespace) -> None:
+    """The whole method, or what of it is not done yet."""
+    started = time.time()
+    with Interrupt() as interrupt, Run.open(cfg, reason, sys.argv, STAGES, restart=args.restart) as run:
+        print(f"run folder {run.folder}; profile {reason}")
+        print(estimate(cfg))
+        torch.set_num_threads(cfg.run.threads)
+        if not run.stage_done("collect"):
+            run.resume("collect")
+            collect(cfg, run)
+        pretrain(cfg, run, interrupt)
+        if cfg.run.method == "dream":
+            check_experience_model(cfg, run, args.force)
+        stages = {"dream": ("dream", "s2r"), "real": ("dream",), "bc": ()}[cfg.run.method]
+        for stage in stages:
+            if not run.stage_done(stage) and (stage == "dream" or cfg.s2r.transitions):
+                parallel.spmd(train_rl, cfg.run.processes, cfg.run.threads, (cfg, stage, run.folder), (run, interrupt))
+                run.mark_done(stage)
+        if not run.stage_done("eval"):
+            run.resume("eval")
+            parallel.spmd(final_evaluation, cfg.run.processes, cfg.run.threads, (cfg, run.folder), (run,))
+            run.mark_done("eval")
+        else:
+            print(results_table(json.loads(run.path("results.json").read_text()), run))
+        print(f"{run.ledger}; {time.time() - started:.0f} s")
+
+
+def append_transitions(path: Path, transitions: Sequence[Transition]) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(t.to_json() + "\n" for t in transitions)
+
+
+def truncate(path: Path, size: int) -> None:
+    """Cut back what a killed process wrote after its last checkpoint."""
+    with open(path, "ab") as file:
+        file.truncate(size)
+
+
+def estimate(cfg: Config) -> str:
+    return ""
+
+
+def results_table(results: dict, run: Run) -> str:
+    """The table that the run ends with: real success on the test tasks, Wilson 95 % intervals, real transitions."""
+    ledger = run.ledger.transitions
+    spent = {"cloned": ledger["offline"], "dream": ledger["offline"], "real": ledger["offline"] + ledger["rl"],
+             "s2r": ledger["offline"] + ledger["s2r"]}
+    names = {"cloned": "behaviour cloning", "dream": "RL in the dream", "real": "RL in the real environment",
+             "s2r": "dream, then sim-to-real"}
+    lines = [f"real success on {results['tasks']} held-out test tasks, % [95 % interval]",
+             f"{'':28}{'greedy':>18}{'T = ' + format(run.config.eval.temperature, 'g'):>18}{'T = 1':>18}{'real transitions':>18}"]
+    for label, found in results["policies"].items():
+        cells = []
+        for one in found.values():
+            low, high = one["interval"]
+            cells.append(f"{100 * one['success']:.1f} [{100 * low:.0f}, {100 * high:.0f}]")
+        lines.append(f"{names[label]:28}" + "".join(f"{c:>18}" for c in cells) + f"{spent[label]:>18,}")
+    lines += [f"{name:28}{100 * rate:>13.1f}" for name, rate in results["rules"].items()]
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------ command line
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python dreamgym.py", description=__doc__.split("\n\n")[0])
+    p.add_argument("--config", metavar="FILE", help="configuration, e.g. configs/webshop.yaml")
+    p.add_argument("--profile", metavar="NAME", help="profile of the configuration (default: chosen by hardware)")
+    p.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
+                   help="override one value, e.g. --set rl.lr=1e-5; repeatable")
+    p.add_argument("--method", choices=("dream", "real", "bc"), help="short for --set run.method=..")
+    p.add_argument("--from", metavar="STAGE", dest="restart", help=f"repeat from this stage on ({', '.join(STAGES)})")
+    p.add_argument("--force", action="store_true", help="go on though the experience model fails its gate")
+    p.add_argument("--dry-run", action="store_true", help="build everything, print sizes and the first prompt, stop")
+    return p
+
+
+def main() -> int:
+    args = parser().parse_args()
+    if not args.config:
+        raise UserError("no --config; for example: python dreamgym.py --config configs/webshop.yaml")
+    overrides = args.overrides + ([f"run.method={args.method}"] if args.method else [])
+    cfg, reason = config.load(args.config, args.profile, overrides)
+    try:
+        run_all(cfg, reason, args)
+    except Stopped:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(config.run_main(main))
