@@ -1,0 +1,769 @@
+"""ALFWorld as text: the abstract state, what it means (Grammar), and experts that read nothing else.
+
+State.  One line, rebuilt from the observations (feedback and admissible commands, as verl-agent shows them), never
+from the engine:
+
+    [at] countertop @ 1 : mug hot two @ 1 2 , knife @ 1 , [by] drawer closed @ 3 : [hold] apple clean * 1 ,
+    [seen] bread | cabinet 3 1 , [visited] cabinet shut ! 3 , sinkbasin ! 1 , [new] drawer ? 1 2 , fridge ? 1 ,
+
+``[at]`` is where the agent went last, ``[by]`` receptacles at the same spot, then what they visibly hold, what the
+agent holds, what it remembers of other places, and the receptacles it has and has not been to.  Before the first
+move it reads ``[room] [new] ..``.  Every class is followed by its condition (hot cool clean sliced on; two = two or
+more alike; closed = never opened, shut = closed again, open, new = not looked at) or at once by the separator of
+where it is: ``@`` here, ``*`` in hand, ``|`` seen elsewhere (place, then numbers), ``!`` visited, ``?`` not visited.
+In the task the separator is ``,``.  So one look-up of a class tells what to do with it.
+
+What an experience model can and cannot know.  Every effect follows from state and action, so nearly every edit is
+one word.  The exception is what a place holds that this episode has not seen: that is hidden in the game, no model
+can infer it.  It is copied from a retrieved transition (``[mem]``) or written out, plausibly at best; scores on
+arrivals at new places and on first openings must be read with that in mind.  The same holds for which receptacles
+share a spot.
+"""
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Iterable, Sequence
+
+# ------------------------------------------------------------------------------------------------ what things are
+
+# class of receptacle -> classes of objects that the games' (canContain ..) facts let it hold
+_CAN_HOLD = """
+armchair: book box cellphone cloth creditcard keychain laptop newspaper pillow remotecontrol
+bathtubbasin: cloth dishsponge handtowel soapbar
+bed: baseballbat basketball book cellphone laptop pillow tennisracket
+cabinet: book bowl box candle cd cloth cup dishsponge glassbottle handtowel kettle ladle mug
+    newspaper pan peppershaker plate plunger pot saltshaker soapbar soapbottle spraybottle
+    tissuebox toiletpaper vase wateringcan winebottle
+cart: candle cloth dishsponge handtowel plunger soapbar soapbottle spraybottle tissuebox
+    toiletpaper
+coffeemachine: mug
+coffeetable: book bowl box candle cellphone creditcard keychain laptop newspaper pen pencil plate
+    remotecontrol statue tissuebox vase watch wateringcan
+countertop: alarmclock apple book bowl bread butterknife candle cd cellphone cloth creditcard cup
+    dishsponge egg fork glassbottle handtowel kettle keychain knife ladle laptop lettuce mug pan
+    pen pencil peppershaker plate pot potato remotecontrol saltshaker soapbar soapbottle spatula
+    spoon spraybottle statue tissuebox toiletpaper tomato vase winebottle
+desk: alarmclock basketball book bowl box cd cellphone cloth creditcard keychain laptop mug pen
+    pencil remotecontrol statue tennisracket tissuebox vase watch wateringcan
+diningtable: alarmclock apple baseballbat basketball book bowl box bread butterknife candle cd cellphone
+    cloth creditcard cup dishsponge egg fork glassbottle kettle keychain knife ladle laptop
+    lettuce mug newspaper pan pen pencil peppershaker plate pot potato remotecontrol saltshaker
+    soapbottle spatula spoon spraybottle statue tennisracket tissuebox tomato vase watch
+    wateringcan winebottle
+drawer: book butterknife candle cd cellphone cloth creditcard dishsponge fork handtowel keychain
+    knife ladle newspaper pen pencil peppershaker remotecontrol saltshaker soapbar soapbottle
+    spatula spoon spraybottle tissuebox toiletpaper watch wateringcan
+dresser: alarmclock basketball book bowl box candle cd cellphone cloth creditcard keychain laptop mug
+    newspaper pen pencil plate remotecontrol spraybottle statue tennisracket tissuebox
+    toiletpaper vase watch wateringcan
+fridge: apple bowl bread cup egg glassbottle lettuce mug pan plate pot potato tomato winebottle
+garbagecan: apple bread cd cloth dishsponge egg handtowel lettuce newspaper pen pencil potato soapbar
+    soapbottle spraybottle tissuebox toiletpaper tomato winebottle
+handtowelholder: handtowel
+laundryhamper: cloth
+microwave: apple bowl bread cup egg glassbottle mug plate potato tomato
+ottoman: book box cellphone creditcard keychain laptop newspaper pillow remotecontrol
+safe: cd cellphone creditcard keychain statue vase watch
+shelf: alarmclock book bowl box candle cd cellphone cloth creditcard cup dishsponge glassbottle
+    handtowel kettle keychain mug newspaper pen pencil peppershaker plate pot remotecontrol
+    saltshaker soapbar soapbottle spraybottle statue tissuebox toiletpaper vase watch
+    wateringcan winebottle
+sidetable: alarmclock apple baseballbat basketball book bowl box bread butterknife candle cd cellphone
+    cloth creditcard cup dishsponge egg fork handtowel kettle keychain knife laptop lettuce mug
+    newspaper pan pen pencil peppershaker plate pot potato remotecontrol saltshaker soapbar
+    soapbottle spatula spoon spraybottle statue tennisracket tissuebox toiletpaper tomato vase
+    watch wateringcan winebottle
+sinkbasin: apple bowl butterknife cloth cup dishsponge egg fork glassbottle handtowel kettle knife
+    ladle lettuce mug pan plate pot potato soapbar spatula spoon tomato
+sofa: book box cellphone creditcard keychain laptop newspaper pillow remotecontrol
+stoveburner: kettle pan pot
+tvstand: tissuebox
+toilet: candle cloth dishsponge handtowel soapbar soapbottle spraybottle tissuebox toiletpaper
+toiletpaperhanger: toiletpaper
+towelholder: towel
+"""
+CAN_HOLD: dict[str, frozenset[str]] = {
+    line.split(":")[0]: frozenset(line.split(":")[1].split())
+    for line in _CAN_HOLD.replace("\n    ", " ").strip().split("\n")}
+OPENABLE = frozenset("fridge cabinet microwave drawer safe".split())
+PICKUPABLE = frozenset.union(*CAN_HOLD.values()) | {"boots", "scrubbrush", "teddybear", "papertowelroll"}
+CLEANABLE = frozenset("apple bowl butterknife cloth cup dishsponge egg fork kettle knife ladle lettuce mug pan plate "
+                      "pot potato soapbar spatula spoon tomato".split())
+HEATABLE = frozenset("apple bread cup egg mug plate potato tomato".split())
+COOLABLE = frozenset("apple bowl bread cup egg lettuce mug pan plate pot potato tomato winebottle".split())
+SLICEABLE = frozenset("apple bread egg lettuce potato tomato".split())
+CONTAINERS = frozenset("bowl box cup mug pan plate pot".split())        # objects that could hold others
+KNIVES = frozenset("knife butterknife".split())
+LAMPS = frozenset("desklamp floorlamp".split())
+LAMP_STANDS = ("sidetable", "desk", "dresser", "shelf", "coffeetable")
+# task kind -> (condition it asks for, where the object gets it, which objects can)
+STATION = {"clean": ("clean", "sinkbasin", CLEANABLE), "heat": ("hot", "microwave", HEATABLE),
+           "cool": ("cool", "fridge", COOLABLE)}
+KINDS = ("place", "light", "clean", "heat", "cool", "two")
+CONDITIONS = ("hot", "cool", "clean", "sliced", "on")
+
+
+def cls(name: str) -> str:
+    """"mug 1" -> "mug"."""
+    return name.split(" ")[0]
+
+
+def _order(name: str) -> tuple[str, int]:
+    word, number = name.split(" ")
+    return word, int(number)
+
+
+# ------------------------------------------------------------------------------------------------ the task
+
+# the two official sentences of each task type
+TEMPLATES = {"two": ("put two {obj} in {recep}", "find two {obj} and put them in {recep}"),
+             "clean": ("put a clean {obj} in {recep}", "clean some {obj} and put it in {recep}"),
+             "heat": ("put a hot {obj} in {recep}", "heat some {obj} and put it in {recep}"),
+             "cool": ("put a cool {obj} in {recep}", "cool some {obj} and put it in {recep}"),
+             "place": ("put a {obj} in {recep}", "put some {obj} on {recep}"),
+             "light": ("look at {obj} under the {recep}", "examine the {obj} with the {recep}")}
+_TEXTS = {"place": "put {obj} , in {recep} ,", "two": "put two {obj} , in {recep} ,",
+          "clean": "put clean {obj} , in {recep} ,", "heat": "put hot {obj} , in {recep} ,",
+          "cool": "put cool {obj} , in {recep} ,", "light": "look at {obj} , under {recep} ,"}
+
+
+def _pattern(template: str) -> re.Pattern:
+    return re.compile(template.format(obj="(?P<obj>[a-z]+)", recep="(?P<recep>[a-z]+)"))
+
+
+_SENTENCE_PATTERNS = [(kind, _pattern(t)) for kind, templates in TEMPLATES.items() for t in templates]
+_TEXT_PATTERNS = [(kind, _pattern(t)) for kind, t in _TEXTS.items()]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a task asks: ``kind`` is one of KINDS; ``recep`` is the lamp for kind ``light``."""
+    kind: str
+    obj: str
+    recep: str
+
+    @property
+    def text(self) -> str:
+        return _TEXTS[self.kind].format(obj=self.obj, recep=self.recep)
+
+
+def task_text(sentence: str) -> str:
+    """Official sentence -> task text for look-ups.  Raises ValueError where it is of none of the twelve templates."""
+    for kind, pattern in _SENTENCE_PATTERNS:
+        if match := pattern.fullmatch(sentence.strip().rstrip(".").lower()):
+            return Wish(kind, match["obj"], match["recep"]).text
+    raise ValueError(f"not an ALFWorld task sentence: {sentence!r}")
+
+
+def parse_task(text: str) -> Wish:
+    """Inverse of ``Wish.text``.  Raises ValueError on any other text."""
+    for kind, pattern in _TEXT_PATTERNS:
+        if match := pattern.fullmatch(text):
+            return Wish(kind, match["obj"], match["recep"])
+    raise ValueError(f"not an ALFWorld task: {text!r}")
+
+
+# ------------------------------------------------------------------------------------------------ the state
+
+@dataclass(frozen=True)
+class Page:
+    """What the observations of an episode have shown so far.  Names are the game's ("mug 1").
+
+    ``here``: receptacles at the agent's spot, the one it went to first, none before the first move;
+    ``status``: receptacle -> new | seen | closed | shut | open; ``inside``: receptacle -> objects known to be in it;
+    ``conditions``: object -> conditions, only objects that have any.
+    """
+    here: tuple[str, ...] = ()
+    status: dict[str, str] = field(default_factory=dict)
+    inside: dict[str, frozenset[str]] = field(default_factory=dict)
+    held: str | None = None
+    conditions: dict[str, frozenset[str]] = field(default_factory=dict)
+
+    def visible(self, r: str) -> bool:
+        """Its contents lie open before the agent."""
+        return r in self.here and self.status[r] in ("seen", "open", "new")
+
+
+def _group(names: Iterable[str], conditions: dict[str, frozenset[str]]) -> list[tuple[str, list[str], list[str]]]:
+    """Names -> (class, conditions in order, numbers), one entry for all that are alike."""
+    groups: dict[tuple, list[str]] = {}
+    for name in sorted(names, key=_order):
+        word, number = name.split(" ")
+        had = conditions.get(name, ())
+        groups.setdefault((word, *(c for c in CONDITIONS if c in had)), []).append(number)
+    return [(word, had, numbers) for (word, *had), numbers in sorted(groups.items())]
+
+
+def _items(names: Iterable[str], conditions: dict[str, frozenset[str]], mark: str) -> list[str]:
+    words = []
+    for word, had, numbers in _group(names, conditions):
+        words += [word, *had, *(["two"] if len(numbers) > 1 else []), mark, *numbers, ","]
+    return words
+
+
+def _spot(page: Page) -> list[str]:
+    """The ``[at] .. [by] ..`` part, without the leading ``[at]``."""
+    words = []
+    for i, r in enumerate(page.here):
+        word, number = r.split(" ")
+        status = [] if page.status[r] == "seen" else [page.status[r]]
+        words += ["[by]"] * (i > 0) + [word, *status, "@", number, ":"]
+        if page.visible(r):
+            words += _items(page.inside.get(r, ()), page.conditions, "@")
+    return words
+
+
+def render(page: Page) -> str:
+    """Page -> abstract state."""
+    words = ["[at]", *_spot(page)] if page.here else ["[room]"]
+    if page.held:
+        words += ["[hold]", *_items([page.held], page.conditions, "*")]
+    seen = sorted((word, had, r, numbers) for r, names in page.inside.items() if not page.visible(r)
+                  for word, had, numbers in _group(names, page.conditions))
+    if seen:
+        words.append("[seen]")
+        for word, had, r, numbers in seen:
+            words += [word, *had, "|", *r.split(" "), *numbers, ","]
+    away = [r for r in page.status if r not in page.here]
+    for section, mark, chosen in (("[visited]", "!", [r for r in away if page.status[r] != "new"]),
+                                  ("[new]", "?", [r for r in away if page.status[r] == "new"])):
+        groups: dict[tuple[str, str], list[str]] = {}
+        for r in sorted(chosen, key=_order):
+            groups.setdefault((cls(r), page.status[r]), []).append(r.split(" ")[1])
+        if groups:
+            words.append(section)
+            for (word, status), numbers in sorted(groups.items()):
+                words += [word, *([status] if status not in ("seen", "new") else []), mark, *numbers, ","]
+    return " ".join(words)
+
+
+_WORD, _NUMBER = re.compile(r"[a-z]+"), re.compile(r"[1-9][0-9]{0,2}")
+_STATUS = {"new", "seen", "closed", "shut", "open"}
+_SECTION = re.compile(r"\[(?:at|by|room|hold|seen|visited|new)\]")
+
+
+def _entries(words: Sequence[str], mark: str) -> list[tuple[str, list[str], list[str]]]:
+    """``class conditions.. mark rest.. ,`` repeated -> (class, conditions, rest)."""
+    out, entry = [], []
+    for w in words:
+        if w != ",":
+            entry.append(w)
+            continue
+        if mark not in entry[1:-1]:
+            raise ValueError(f"not an entry with {mark!r}: {' '.join(entry)!r}")
+        cut = entry.index(mark)
+        out.append((entry[0], entry[1:cut], entry[cut + 1:]))
+        entry = []
+    if entry:
+        raise ValueError(f"an entry without its comma: {' '.join(entry)!r}")
+    return out
+
+
+def _named(name: str) -> bool:
+    word, _, number = name.partition(" ")
+    return bool(_WORD.fullmatch(word) and _NUMBER.fullmatch(number))
+
+
+def _parse(words: list[str]) -> Page:
+    here, status, inside, conditions, held = [], {}, {}, {}, None
+    cuts = [i for i, w in enumerate(words) if _SECTION.fullmatch(w)] + [len(words)]
+    if not words or cuts[0] != 0:
+        raise ValueError("a state starts with [at] or [room]")
+
+    def names(word: str, had: list[str], numbers: list[str]) -> frozenset[str]:
+        found = frozenset(f"{word} {n}" for n in numbers)
+        had = frozenset(had) - {"two"}
+        if not found or not had <= set(CONDITIONS) or not all(map(_named, found)):
+            raise ValueError(f"not an item: {word} {sorted(had)} {numbers}")
+        for name in found if had else ():
+            conditions[name] = had
+        return found
+
+    for start, end in zip(cuts, cuts[1:]):
+        section, body = words[start], words[start + 1:end]
+        if section in ("[at]", "[by]"):
+            if ":" not in body or len(place := body[:body.index(":")]) not in (3, 4):
+                raise ValueError(f"not a place: {' '.join(body)!r}")
+            r = f"{place[0]} {place[-1]}"
+            here.append(r)
+            status[r] = place[1] if len(place) == 4 else "seen"
+            for entry in _entries(body[len(place) + 1:], "@"):
+                inside[r] = inside.get(r, frozenset()) | names(*entry)
+        elif section == "[hold]":
+            held, = (name for entry in _entries(body, "*") for name in names(*entry))
+        elif section == "[seen]":
+            for word, had, rest in _entries(body, "|"):
+                r = " ".join(rest[:2])
+                inside[r] = inside.get(r, frozenset()) | names(word, had, rest[2:])
+        elif section in ("[visited]", "[new]"):
+            for word, state, numbers in _entries(body, "!" if section == "[visited]" else "?"):
+                for n in numbers:
+                    status[f"{word} {n}"] = state[0] if state else "seen" if section == "[visited]" else "new"
+    if not (set(status.values()) <= _STATUS and set(inside) <= set(status) and all(map(_named, status))):
+        raise ValueError("unknown places or conditions of places")
+    return Page(tuple(here), status, inside, held, conditions)
+
+
+@lru_cache(maxsize=1024)
+def parse(state: str) -> Page:
+    """Inverse of ``render``; pages are shared, so never change one.  Raises ValueError on text that ``render`` cannot
+    have written."""
+    try:
+        page = _parse(state.split(" "))
+        if render(page) == state:
+            return page
+    except (IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"not an ALFWorld state ({error!r}): {state[:80]!r}") from None
+    raise ValueError(f"not an ALFWorld state: {state[:80]!r}")
+
+
+# ------------------------------------------------------------------------------------------------ what actions do
+
+def commands(page: Page) -> dict[str, tuple[str, ...]]:
+    """Admissible command -> (verb, arguments), as far as the page tells; without ``help``."""
+    c: dict[str, tuple[str, ...]] = {"look": ("look",), "inventory": ("inventory",)}
+    held = page.held
+    for r in page.status:
+        if r not in page.here:
+            c[f"go to {r}"] = ("go", r)
+    for r in page.here:
+        c[f"examine {r}"] = ("examine", r)
+        if page.status[r] in ("closed", "shut"):
+            c[f"open {r}"] = ("open", r)
+        elif page.status[r] == "open":
+            c[f"close {r}"] = ("close", r)
+        for o in page.inside.get(r, ()):
+            if cls(o) in LAMPS:
+                c[f"use {o}"] = ("use", o)
+            if held is None and cls(o) in PICKUPABLE and page.visible(r):
+                c[f"take {o} from {r}"] = ("take", o, r)
+            if held is not None and cls(held) in KNIVES and cls(o) in SLICEABLE:
+                c[f"slice {o} with {held}"] = ("slice", o)
+        if held is not None:
+            if cls(held) in CAN_HOLD.get(cls(r), ()) and page.visible(r):
+                c[f"move {held} to {r}"] = ("move", held, r)
+            for verb, (_, station, fit) in STATION.items():
+                if cls(r) == station and cls(held) in fit:
+                    c[f"{verb} {held} with {r}"] = (verb, held)
+    if held is not None:
+        c[f"examine {held}"] = ("inspect", held)
+    return c
+
+
+def apply(page: Page, action: str, past: Sequence[Page] = ()) -> tuple[str, Page] | None:
+    """(verb, page after the action) with nothing hidden coming to light; None where the action does nothing.
+
+    A place not seen before is taken to be closed if its class opens, else empty.  ``past`` are earlier pages of the
+    episode: they tell which receptacles share a spot.
+    """
+    known = commands(page).get(action)
+    if known is None:
+        return None
+    verb, *rest = known
+    status, inside, conditions = dict(page.status), dict(page.inside), dict(page.conditions)
+    here, held = page.here, page.held
+    if verb == "go":
+        r = rest[0]
+        others = next((p.here for p in past if r in p.here), ())
+        here = (r, *sorted((x for x in others if x != r), key=_order))
+    if verb in ("go", "examine") and status[rest[0]] == "new":
+        status[rest[0]] = "closed" if cls(rest[0]) in OPENABLE else "seen"
+    elif verb == "open":
+        status[rest[0]] = "open"
+    elif verb == "close":
+        status[rest[0]] = "shut"
+    elif verb == "take":
+        held = rest[0]
+        inside[rest[1]] = inside[rest[1]] - {held}
+    elif verb == "move":
+        inside[rest[1]] = inside.get(rest[1], frozenset()) | {held}
+        held = None
+    elif verb in ("use", "slice", *STATION):
+        gained = STATION[verb][0] if verb in STATION else {"use": "on", "slice": "sliced"}[verb]
+        had = conditions.get(rest[0], frozenset())
+        had -= {"hot", "cool"} if gained in ("hot", "cool") else set()
+        conditions[rest[0]] = had | {gained}
+    return verb, Page(here, status, inside, held, conditions)
+
+
+_NAME = r"([a-z]+ [0-9]+)"
+_SHOWN = (re.compile(rf"The {_NAME} is (closed)\.()"), re.compile(rf"The {_NAME} is (open)\. In it, you see (.*?)\."),
+          re.compile(rf"On the {_NAME}, you (see) (.*?)\."))
+_INSPECTED = re.compile(rf"This is a ((?:(?:hot|cold|cool|clean|sliced|and) )+){_NAME}\.")
+
+
+def first_page(raw: str) -> Page:
+    """The introduction -> page."""
+    line = raw.split("Looking quickly around you, you see ", 1)[1].split("\n", 1)[0]
+    return Page(status={r: "new" for r in re.findall(_NAME, line)})
+
+
+def observe(page: Page, action: str, raw: str, admissible: Sequence[str]) -> Page:
+    """Page, action, and what the engine said and offered afterwards -> page.  The only door from engine to state."""
+    if raw == "Nothing happens.":
+        return page
+    done = apply(page, action)
+    page = done[1] if done else page
+    status, inside, conditions = dict(page.status), dict(page.inside), dict(page.conditions)
+    for pattern in _SHOWN:
+        for r, state, names in pattern.findall(raw):
+            if state == "closed":
+                status[r] = "shut" if status[r] in ("shut", "open") else "closed"
+            else:
+                status[r] = "open" if state == "open" else "seen"
+                inside[r] = frozenset(re.findall(_NAME, names))
+    for words, name in _INSPECTED.findall(raw):
+        conditions[name] = frozenset("cool" if w == "cold" else w for w in words.split() if w != "and")
+    # Receptacles that "go to" is not offered for are at the agent's spot; what is offered there tells what is in them.
+    elsewhere = {c[6:] for c in admissible if c.startswith("go to ")}
+    here = [r for r in status if r not in elsewhere]
+    here.sort(key=lambda r: (r not in page.here[:1], *_order(r)))
+    for command in admissible:
+        if command.startswith("open ") and status[command[5:]] == "new":
+            status[command[5:]] = "closed"
+        elif match := re.fullmatch(rf"take {_NAME} from {_NAME}", command):
+            inside[match[2]] = inside.get(match[2], frozenset()) | {match[1]}
+    for command in admissible:
+        if match := re.fullmatch(rf"use {_NAME}", command):
+            if not any(match[1] in inside.get(r, ()) for r in here):
+                r = next((r for r in here if status[r] == "new"), here[0])
+                inside[r] = inside.get(r, frozenset()) | {match[1]}
+    return Page(tuple(here), status, inside, page.held, conditions)
+
+
+# ------------------------------------------------------------------------------------------------ the grammar
+
+_EDITS = {"go": "[arrive]", "open": "[open]", "close": "[close]", "take": "[take]", "move": "[put]", "use": "[use]",
+          "heat": "[heat]", "clean": "[clean]", "cool": "[cool]", "slice": "[slice]", "examine": "[look]",
+          "inspect": "[look]", "look": "[look]", "inventory": "[look]"}
+
+
+def _with_spot(page: Page, spot: str) -> Page:
+    """The page with another ``[at] .. [by] ..`` part: places, their status, and what they visibly hold."""
+    shown = _parse(["[at]", *spot.split(" ")])
+    if shown.here[:1] != page.here[:1] or not set(shown.here) <= set(page.status):
+        raise ValueError(f"not the place that the action leads to: {spot[:80]!r}")
+    status = page.status | shown.status
+    new = replace(page, here=shown.here, status=status)
+    inside = page.inside | {r: shown.inside.get(r, frozenset()) for r in shown.here if new.visible(r)}
+    told = {o for names in shown.inside.values() for o in names}
+    conditions = {o: c for o, c in page.conditions.items() if o not in told} | shown.conditions
+    return replace(new, inside=inside, conditions=conditions)
+
+
+def _shared(past: Sequence[str]) -> list[Page]:
+    """The earlier pages on which several receptacles shared the agent's spot."""
+    return [parse(p) for p in past if " [by] " in p]
+
+
+def _from_memory(page: Page, memory: Sequence[str]) -> str | None:
+    """The spot as the first retrieved page shows it that stands at the same place in the same condition."""
+    for text in memory:
+        other = parse(text)
+        if other.here and other.here[0] == page.here[0] and other.status[other.here[0]] == page.status[page.here[0]]:
+            return " ".join(_spot(other))
+    return None
+
+
+def _room(page: Page) -> str:
+    """Kind of room, by what stands in it."""
+    present = {cls(r) for r in page.status}
+    for kind, sign in (("kitchen", "fridge"), ("bathroom", "toilet"), ("bedroom", "bed")):
+        if sign in present:
+            return kind
+    return "living room"
+
+
+class ALFWorldGrammar:
+    """The text side of ALFWorld (protocol ``envs.Grammar``).  States of the training data teach it which things are
+    found in which kind of room; all else follows from the rules.
+
+    A step changes the world by rule, so what a step earns is read on the page it leads to: ``judge`` and
+    ``counterfactual`` take that page, ``outcome`` says what it means, ``decides`` which steps may end an episode.
+    """
+    verdict_words = frozenset({"ok", "no", "@", "*", "|", "!", "?", ",", "two", *CONDITIONS})
+    parse = staticmethod(parse)
+    render = staticmethod(render)
+
+    def __init__(self, texts: Iterable[str] = ()):
+        self.found: dict[str, set[str]] = {}         # kind of room -> classes of things seen there
+        for text in texts:
+            if text.startswith("[at] "):
+                page = parse(text)
+                things = {cls(o) for names in page.inside.values() for o in names}
+                self.found.setdefault(_room(page), set()).update(things)
+
+    def task_parts(self, task: str, start: str) -> tuple[frozenset[str], frozenset[str]]:
+        """(action types, parts) of a task for the room of its first state; for the curriculum.
+
+        Raises ValueError with the reason in a word where the text is no task or the room cannot carry it: as far as
+        the room's receptacles and the training data tell, what lies in this very room is hidden.
+        """
+        try:
+            wish = parse_task(task)
+        except ValueError:
+            raise ValueError("malformed") from None
+        page = parse(start)
+        present, known = {cls(r) for r in page.status}, self.found.get(_room(page), PICKUPABLE | LAMPS)
+        if wish.obj not in PICKUPABLE & known:
+            raise ValueError("object")
+        if wish.kind == "light":
+            if wish.recep not in LAMPS & known:
+                raise ValueError("lamp")
+        elif wish.recep not in present or wish.obj not in CAN_HOLD.get(wish.recep, ()):
+            raise ValueError("receptacle")
+        if wish.kind in STATION and (STATION[wish.kind][1] not in present or wish.obj not in STATION[wish.kind][2]):
+            raise ValueError("station")
+        verbs = {"light": {"use"}, "place": {"move"}, "two": {"move", "again"}}.get(wish.kind, {"move", wish.kind})
+        return frozenset({"go", "take"} | verbs), frozenset({wish.obj, wish.recep})
+
+    def admissible(self, state: str) -> list[str]:
+        return sorted(commands(parse(state)))
+
+    def kind(self, state: str) -> str:
+        """``room`` | ``at`` | ``at new`` | ``at open`` | ``at closed`` | ``at shut``."""
+        page = parse(state)
+        if not page.here:
+            return "room"
+        status = page.status[page.here[0]]
+        return "at" if status == "seen" else f"at {status}"
+
+    def key(self, state: str, action: str) -> str:
+        """Where something hidden may come to light, the kind of room (its receptacles) belongs to the key: the same
+        place of the same room is what a memory can help with.  All else is decided by the action's words."""
+        page = parse(state)
+        verb, *rest = commands(page).get(action, ("nothing",))
+        words = action if verb != "nothing" else f"nothing {action}"
+        if verb in ("go", "open") and page.status[rest[0]] in ("new", "closed"):
+            rooms = [f"{word} {len(numbers)}" for word, _, numbers in _group(page.status, {})]
+            return " ".join([words, page.status[rest[0]], *rooms])
+        return words
+
+    def diff(self, state: str, action: str, next_state: str, memory: Sequence[str] = (),
+             past: Sequence[str] = ()) -> str:
+        """``[same]``; ``[arrive]``, ``[open]``, ``[take]``, ``[put]`` .. for what the rules make of the action; with
+        ``[mem]`` the place looks as in the nearest retrieved page; with a place, as written; else the full state."""
+        if next_state == state:
+            return "[same]"
+        if done := apply(parse(state), action, _shared(past)):
+            verb, page = done
+            if render(page) == next_state:
+                return _EDITS[verb]
+            spot = " ".join(_spot(parse(next_state)))
+            remembered = _from_memory(page, memory) if page.here else None
+            for text, edit in ((remembered, "[mem]"), (spot, spot)):
+                try:
+                    if text and render(_with_spot(page, text)) == next_state:
+                        return f"{_EDITS[verb]} {edit}"
+                except ValueError:
+                    continue
+        return next_state
+
+    def patch(self, state: str, action: str, edit: str, memory: Sequence[str] = (), past: Sequence[str] = ()) -> str:
+        """Inverse of ``diff``.  Raises ValueError on text that is neither an edit that fits the action nor a state."""
+        if edit == "[same]":
+            return state
+        word, _, spot = edit.partition(" ")
+        if word not in _EDITS.values():
+            parse(edit)
+            return edit
+        done = apply(parse(state), action, _shared(past))
+        if done is None or _EDITS[done[0]] != word:
+            raise ValueError(f"{word} is not what {action[:40]!r} does here")
+        page = done[1]
+        if spot == "[mem]":
+            spot = _from_memory(page, memory) if page.here else None
+            if spot is None:
+                raise ValueError("[mem] without a retrieved page of this place")
+        if spot:
+            page = _with_spot(page, spot)
+        text = render(page)
+        parse(text)
+        return text
+
+    def judge(self, task: str, state: str) -> list[tuple[str, str, bool]]:
+        """The wishes of a task on the page that an action has led to: the object as wanted and where it is wanted, then
+        the agent at such a receptacle; for the lamp: the object in hand, then the lamp at hand and on.
+
+        Success is all met.  Exact but for what no observation shows: an object that was cool from the start, or one
+        that the game has lying in a second receptacle the agent has not looked into.
+        """
+        page = parse(state)
+        return [(word, _follows(page, word), met) for word, met in self._checks(parse_task(task), page)]
+
+    @staticmethod
+    def _checks(wish: Wish, page: Page) -> list[tuple[str, bool]]:
+        if wish.kind == "light":
+            lamps = [o for r in page.here for o in page.inside.get(r, ()) if cls(o) == wish.recep]
+            return [(wish.obj, page.held is not None and cls(page.held) == wish.obj),
+                    (wish.recep, any("on" in page.conditions.get(o, ()) for o in lamps))]
+        condition = STATION[wish.kind][0] if wish.kind in STATION else None
+        most = max((sum(cls(o) == wish.obj and (condition is None or condition in page.conditions.get(o, ()))
+                        for o in names) for r, names in page.inside.items() if cls(r) == wish.recep), default=0)
+        there = most >= (2 if wish.kind == "two" else 1)
+        return [(wish.obj, there), (wish.recep, there or any(cls(r) == wish.recep for r in page.here))]
+
+    def outcome(self, task: str, state: str, action: str, next_state: str) -> tuple[bool, bool]:
+        """(done, success) by rule on the text: an ALFWorld episode ends when, and only when, its task is fulfilled."""
+        won = next_state != state and all(met for *_, met in self.judge(task, next_state))
+        return won, won
+
+    def decides(self, state: str, action: str) -> bool:
+        """May this step fulfil a task?  Nearly all tasks end with an object put down or a lamp switched on."""
+        return commands(parse(state)).get(action, ("nothing",))[0] in ("move", "use")
+
+    def explain(self, task: str, state: str, action: str, next_state: str) -> str:
+        """What the action does and, where it could fulfil the task, the chain of look-ups: wanted, what follows it in
+        the state *before* the action (that is what the model reads), ok or no on the page after it."""
+        page, wish = parse(state), parse_task(task)
+        verb, *rest = commands(page).get(action, ("nothing",))
+        if verb == "nothing":
+            return verb
+        words = [verb]
+        if verb in ("go", "open"):
+            words.append("unknown" if page.status[rest[0]] in ("new", "closed") else "known")
+        if verb in (("use", "take", "go") if wish.kind == "light" else ("move",)):
+            for wanted, met in self._checks(wish, parse(next_state)):
+                words += [wanted, _follows(page, wanted, held_first=wish.kind != "two"), "ok" if met else "no"]
+        return " ".join(words)
+
+    def counterfactual(self, task: str, state: str, rng: random.Random) -> str | None:
+        """Another task for the page that an action has led to: half of the time one that it fulfils, half of the time
+        one with the wrong condition or number, object or receptacle.  None where nothing in sight can be carried."""
+        page = parse(state)
+        found = [(o, r) for r in page.here if page.visible(r) for o in page.inside.get(r, ()) if cls(o) in PICKUPABLE]
+        if not found:
+            return None
+        o, r = rng.choice(sorted(found))
+        obj, recep, had = cls(o), cls(r), page.conditions.get(o, frozenset())
+        alike = sum(cls(x) == obj and place == r for x, place in found)
+        kinds = {"place": True, "two": alike > 1} | {
+            k: condition in had for k, (condition, _, fit) in STATION.items() if obj in fit}
+        kind = rng.choice([k for k, fulfilled in kinds.items() if fulfilled])
+        if rng.random() < 0.5:
+            wrong = [[(k, obj, recep) for k, fulfilled in kinds.items() if not fulfilled],
+                     [("place", x, recep) for x in sorted(CAN_HOLD.get(recep, ()))
+                      if (x, recep) not in {(cls(y), cls(place)) for y, place in found}],
+                     [(kind, obj, x) for x in sorted({cls(x) for x in page.status} - {recep})
+                      if obj in CAN_HOLD.get(x, ())]]
+            if any(wrong):
+                kind, obj, recep = rng.choice(rng.choice([group for group in wrong if group]))
+        text = Wish(kind, obj, recep).text
+        return text if text != task else None
+
+    def content_words(self, text: str) -> set[str]:
+        """None: a class decides what can be done with a thing and where it belongs, so no two may be exchanged."""
+        return set()
+
+
+def _follows(page: Page, word: str, held_first: bool = False) -> str:
+    """The word after a class in the state: in sight before in hand (or the other way) before elsewhere; the task's own
+    ``,`` if the state lacks it."""
+    spot = _spot(page)
+    held = _items([page.held], page.conditions, "*") if page.held else []
+    for words in ((held, spot) if held_first else (spot, held)) + (render(page).split(" "),):
+        if word in words:
+            return words[words.index(word) + 1]
+    return ","
+
+
+# ------------------------------------------------------------------------------------------------ who acts on it
+
+def explorer(task: str, state: str, rng: random.Random) -> str:
+    """Expert on the state's text alone: fetches what the task asks for, looking first where such things may be."""
+    wish, page = parse_task(task), parse(state)
+    condition, station, _ = STATION.get(wish.kind, (None, None, None))
+    held = page.held
+
+    def reach(r: str) -> str | None:
+        """The command that brings r's contents nearer; None when they lie open before the agent."""
+        if r not in page.here:
+            return f"go to {r}"
+        return f"open {r}" if page.status[r] in ("closed", "shut") else None
+
+    def nearest(rs: Iterable[str]) -> str:
+        return min(rs, key=lambda r: (r not in page.here, page.status[r] == "new", _order(r)))
+
+    def search(word: str) -> str:
+        """Where such a thing may be before elsewhere, goal receptacles last; each class in turn, as most things of a
+        room are where few receptacles are; surfaces, which take one step, before what must be opened."""
+        hidden = [r for r, s in page.status.items() if s in ("new", "closed")]
+        if not hidden:
+            return rng.choice(sorted(commands(page)))
+        tried = Counter(cls(r) for r, s in page.status.items() if s not in ("new", "closed"))
+        r = min(sorted(hidden), key=lambda r: (
+            word not in CAN_HOLD.get(cls(r), ()) and not (word in LAMPS and cls(r) in LAMP_STANDS),
+            cls(r) == wish.recep, not (r in page.here and page.status[r] == "closed"),
+            tried[cls(r)] + (cls(r) in OPENABLE), rng.random()))
+        return reach(r) or f"examine {r}"
+
+    def known(word: str) -> list[tuple[str, str]]:
+        return [(o, r) for r, names in page.inside.items() for o in names if cls(o) == word]
+
+    goals = [r for r in page.status if cls(r) == wish.recep]
+    # both objects of a pair must end in one receptacle: the one that already has the most of them
+    if goals:
+        goal = max(goals, key=lambda r: (sum(cls(o) == wish.obj and o != held for o in page.inside.get(r, ()))
+                                         if wish.kind == "two" else 0, r in page.here, page.status[r] != "new",
+                                         -_order(r)[1]))
+    if held and cls(held) == wish.obj:
+        if wish.kind == "light":
+            lamps = known(wish.recep)
+            if not lamps:
+                return search(wish.recep)
+            r = nearest(r for _, r in lamps)
+            return f"use {min(o for o, place in lamps if place == r)}" if r in page.here else f"go to {r}"
+        if condition and condition not in page.conditions.get(held, ()):
+            r = nearest(r for r in page.status if cls(r) == station)
+            return f"{wish.kind} {held} with {r}" if r in page.here else f"go to {r}"
+        return reach(goal) or f"move {held} to {goal}"
+    if held:                                         # the wrong thing: put it down where it may lie
+        spots = [r for r in page.status if cls(held) in CAN_HOLD.get(cls(r), ()) and cls(r) != wish.recep]
+        if not spots:
+            return rng.choice(sorted(commands(page)))
+        r = nearest(spots)
+        return reach(r) or f"move {held} to {r}"
+    placed = set(page.inside.get(goal, ())) if goals and wish.kind == "two" else set()
+    loose = [(o, r) for o, r in known(wish.obj) if o not in placed]
+    if not loose:
+        return search(wish.obj)
+    r = nearest(r for _, r in loose)
+    return reach(r) or f"take {min(o for o, place in loose if place == r)} from {r}"
+
+
+def _anything(task: str, state: str, rng: random.Random) -> str:
+    """Any admissible command, each verb as likely as the others (most commands are "go to")."""
+    by_verb: dict[str, list[str]] = {}
+    for command, (verb, *_) in sorted(commands(parse(state)).items()):
+        by_verb.setdefault(verb, []).append(command)
+    return rng.choice(by_verb[rng.choice(sorted(by_verb))])
+
+
+def _slipping(share: float):
+    """The explorer, who in a share of the steps does something random, and sometimes something impossible."""
+    def act(task: str, state: str, rng: random.Random) -> str:
+        if rng.random() >= share:
+            return explorer(task, state, rng)
+        if rng.random() < 0.8:
+            return _anything(task, state, rng)
+        places, obj = sorted(parse(state).status), parse_task(task).obj
+        return rng.choice([f"open {r}" for r in places] + [f"take {obj} 1 from {r}" for r in places])
+    return act
+
+
+POLICIES = {"expert": explorer, "noisy": _slipping(0.75), "mediocre": _slipping(0.88), "random": _anything}
+
+
+def policy(name: str):
+    """A scripted policy ``(task, state, earlier actions, rng) -> action`` that reads text alone.
+
+    ``expert`` is the explorer; ``noisy`` and ``mediocre`` slip in 75 and 88 % of their steps; ``random`` draws a verb,
+    then a command.  Raises ValueError on an unknown name.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"unknown scripted policy {name!r}; known: {', '.join(POLICIES)}")
+    return lambda task, state, history, rng: POLICIES[name](task, state, rng)

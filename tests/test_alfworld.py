@@ -1,0 +1,377 @@
+"""ALFWorld: the state's text and grammar, the rule engine (by hand and against textworld), games, experts, errors."""
+import json
+import os
+import random
+import zlib
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from config import UserError
+from envs import alfworld, alfworld_games
+from envs.alfworld import ALFWorldEnv, RuleEngine, open_world
+from envs.alfworld_games import Game, Games, Logic
+from envs.alfworld_text import (ALFWorldGrammar, KINDS, TEMPLATES, Page, Wish, apply, parse, parse_task, policy,
+                                render, task_text)
+
+SHARED = Path(os.environ.get("DREAMGYM_SHARED", Path(__file__).parents[2] / "shared"))
+PACKED = SHARED / "alfworld" / "official_games.jsonl.xz"
+needs_package = pytest.mark.skipif(find_spec("alfworld") is None, reason="alfworld is not installed")
+needs_textworld = pytest.mark.skipif(not (find_spec("textworld") and find_spec("fast_downward")),
+                                     reason="textworld is not installed")
+needs_official = pytest.mark.skipif(not PACKED.exists(), reason="the official games are not here")
+GRAMMAR = ALFWorldGrammar()
+STATE = ("[at] countertop @ 1 : knife @ 1 , mug hot two @ 1 2 , [by] drawer closed @ 3 : [hold] apple clean * 1 , "
+         "[seen] bread | cabinet 3 1 , [visited] cabinet shut ! 3 , sinkbasin ! 1 , [new] drawer ? 1 2 , fridge ? 1 ,")
+MOVING = "pick_and_place_simple-x-y-1/1"
+
+
+@pytest.fixture(scope="module")
+def generated():
+    return alfworld_games.load(None, seed=3, train=36, validation=6, test=12)
+
+
+@pytest.fixture(scope="module")
+def official():
+    return alfworld_games.load(str(PACKED))
+
+
+def play(env, task, act, rng, check=None):
+    """One episode; ``check(state, action, next_state, terminated, past)`` after each step.  Returns (won, steps)."""
+    state, past, over = env.reset(task), [], False
+    while not over:
+        action = act(task.text, state, [], rng)
+        after, reward, terminated, truncated, info = env.step(action)
+        assert reward == info["score"] == float(terminated) == float(info["success"])
+        if check:
+            check(task, state, action, after, terminated, past)
+        past.append(state)
+        state, over = after, terminated or truncated
+    return terminated, len(past)
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+def test_state_is_written_and_read_exactly():
+    page = parse(STATE)
+    assert page.here == ("countertop 1", "drawer 3") and page.held == "apple 1"
+    assert [page.status[r] for r in ("cabinet 3", "sinkbasin 1", "drawer 1")] == ["shut", "seen", "new"]
+    assert page.inside["countertop 1"] == {"knife 1", "mug 1", "mug 2"} and page.conditions["mug 2"] == {"hot"}
+    assert render(page) == STATE
+    assert render(Page(status={"desk 1": "new", "bed 1": "new"})) == "[room] [new] bed ? 1 , desk ? 1 ,"
+
+
+def test_broken_states_are_refused_with_a_value_error():
+    rng = random.Random(0)
+    words = STATE.split(" ")
+    for text in ("", "[at]", "[room", "nonsense", "[at] desk @ 1", "[room] [new] desk ?", "[room]  [new] desk ? 1 ,"):
+        with pytest.raises(ValueError):
+            parse(text)
+    refused = 0
+    for _ in range(1000):
+        changed = list(words)
+        for _ in range(rng.randint(1, 3)):
+            i = rng.randrange(len(changed))
+            changed[i:i + rng.randrange(2)] = [rng.choice(words + ["x", "", "0", "[mem]", "mug"])] * rng.randrange(3)
+        text = " ".join(changed)
+        try:
+            assert render(parse(text)) == text
+        except ValueError:
+            refused += 1
+    assert refused > 700
+
+
+def test_tasks_are_read_from_all_twelve_sentences():
+    for kind, templates in TEMPLATES.items():
+        for template in templates:
+            text = task_text(template.format(obj="mug", recep="desklamp") + ".")
+            assert parse_task(text) == Wish(kind, "mug", "desklamp")
+            assert GRAMMAR.content_words(text) == set()
+    assert task_text("heat some egg and put it in diningtable") == "put hot egg , in diningtable ,"
+    for wrong in ("make coffee", "put a mug", "", "put a very hot mug in desk"):
+        with pytest.raises(ValueError):
+            task_text(wrong)
+    with pytest.raises(ValueError):
+        parse_task("put a mug in desk")
+
+
+def test_what_can_be_done_and_what_it_does():
+    offered = GRAMMAR.admissible(STATE)
+    assert offered == sorted(offered) and "help" not in offered
+    assert {"open drawer 3", "examine drawer 3", "examine apple 1", "move apple 1 to countertop 1", "go to fridge 1",
+            "inventory", "look"} < set(offered)
+    assert not {"go to drawer 3", "go to countertop 1", "open countertop 1", "move apple 1 to drawer 3",
+                "take mug 1 from countertop 1", "clean apple 1 with sinkbasin 1"} & set(offered)
+    verb, page = apply(parse(STATE), "move apple 1 to countertop 1")
+    assert verb == "move" and page.held is None and "apple 1" in page.inside["countertop 1"]
+    assert apply(parse(STATE), "take mug 1 from countertop 1") is None
+    at_sink = apply(parse(STATE), "go to sinkbasin 1")[1]
+    assert at_sink.here == ("sinkbasin 1",) and "mug hot two | countertop 1 1 2 ," not in render(at_sink)
+    assert "mug hot | countertop 1 1 2 ," in render(at_sink)
+
+
+def test_edits():
+    def both(state, action, after, edit, memory=(), past=()):
+        assert GRAMMAR.diff(state, action, after, memory, past) == edit
+        assert GRAMMAR.patch(state, action, edit, memory, past) == after
+
+    both(STATE, "fly", STATE, "[same]")
+    put = render(apply(parse(STATE), "move apple 1 to countertop 1")[1])
+    both(STATE, "move apple 1 to countertop 1", put, "[put]")
+    start = "[room] [new] desk ? 1 , drawer ? 1 2 ,"
+    closed = "[at] drawer closed @ 1 : [new] desk ? 1 , drawer ? 2 ,"
+    both(start, "go to drawer 1", closed, "[arrive]")
+    opened = "[at] drawer open @ 1 : pen @ 1 , [new] desk ? 1 , drawer ? 2 ,"
+    both(closed, "open drawer 1", opened, "[open] drawer open @ 1 : pen @ 1 ,")
+    other_room = "[at] drawer open @ 1 : pen @ 1 , [visited] bed ! 1 ,"
+    both(closed, "open drawer 1", opened, "[open] [mem]", memory=[start, other_room])
+    shared = "[at] drawer closed @ 1 : [by] drawer closed @ 2 : [new] desk ? 1 ,"
+    both(start, "go to drawer 1", shared, "[arrive] drawer closed @ 1 : [by] drawer closed @ 2 :")
+    away = "[at] desk @ 1 : [visited] drawer closed ! 1 2 ,"
+    both(away, "go to drawer 2", "[at] drawer closed @ 2 : [by] drawer closed @ 1 : [visited] desk ! 1 ,", "[arrive]",
+         past=[start, shared])
+    both(start, "fly", STATE, STATE)                           # nothing fits: the state in full
+    for action, edit in (("fly", "[take]"), ("go to drawer 1", "[open]"), ("go to drawer 1", "[arrive] [mem]"),
+                         ("go to drawer 1", "[arrive] desk @ 1 :"), ("go to drawer 1", "[arrive] drawer nonsense"),
+                         ("go to drawer 1", "[arrive] drawer odd @ 1 :"), ("go to drawer 1", "[arrive] bed @ 9 :"),
+                         ("go to drawer 1", "")):
+        with pytest.raises(ValueError):
+            GRAMMAR.patch(start, action, edit)
+
+
+def test_judge_trace_and_counterfactuals():
+    before = "[at] coffeemachine @ 1 : [hold] mug hot * 1 , [new] desk ? 1 ,"
+    after = "[at] coffeemachine @ 1 : mug hot @ 1 , [new] desk ? 1 ,"
+    action, task = "move mug 1 to coffeemachine 1", "put hot mug , in coffeemachine ,"
+    assert GRAMMAR.judge(task, after) == [("mug", "hot", True), ("coffeemachine", "@", True)]
+    assert GRAMMAR.judge(task, before) == [("mug", "hot", False), ("coffeemachine", "@", True)]
+    assert GRAMMAR.outcome(task, before, action, after) == (True, True) and GRAMMAR.decides(before, action)
+    assert GRAMMAR.explain(task, before, action, after) == "move mug hot ok coffeemachine @ ok"
+    for other in ("put cool mug , in coffeemachine ,", "put two mug , in coffeemachine ,", "put hot mug , in desk ,"):
+        assert GRAMMAR.outcome(other, before, action, after) == (False, False)
+    assert GRAMMAR.explain("put hot mug , in desk ,", before, action, after) == "move mug hot no desk ? no"
+    two = "[at] shelf @ 1 : cd two @ 1 2 ,"
+    assert GRAMMAR.judge("put two cd , in shelf ,", two)[0] == ("cd", "two", True)
+    lamp = "[at] desk @ 1 : desklamp on @ 1 , [hold] book * 1 ,"
+    assert [met for *_, met in GRAMMAR.judge("look at book , under desklamp ,", lamp)] == [True, True]
+    assert GRAMMAR.explain(task, before, "fly", before) == "nothing"
+    rng = random.Random(0)
+    made = Counter(GRAMMAR.outcome(t, before, action, after)[1] for _ in range(300)
+                   if (t := GRAMMAR.counterfactual("put mug , in desk ,", after, rng)))
+    assert 0.3 < made[True] / made.total() < 0.7
+    assert GRAMMAR.counterfactual(task, "[room] [new] desk ? 1 ,", rng) is None
+
+
+def test_which_tasks_a_room_can_carry():
+    start = "[room] [new] coffeemachine ? 1 , fridge ? 1 , microwave ? 1 , shelf ? 1 ,"
+    actions, parts = GRAMMAR.task_parts("put hot mug , in coffeemachine ,", start)
+    assert actions == {"go", "take", "move", "heat"} and parts == {"mug", "coffeemachine"}
+    for task, reason in (("put mug", "malformed"), ("put houseplant , in shelf ,", "object"),
+                         ("put mug , in desk ,", "receptacle"), ("put egg , in coffeemachine ,", "receptacle"),
+                         ("put clean mug , in shelf ,", "station"), ("look at mug , under shelf ,", "lamp")):
+        with pytest.raises(ValueError, match=f"^{reason}$"):
+            GRAMMAR.task_parts(task, start)
+    taught = ALFWorldGrammar(["put mug , in shelf ,", "[at] fridge open @ 1 : egg @ 1 , [new] shelf ? 1 ,"])
+    with pytest.raises(ValueError, match="^object$"):
+        taught.task_parts("put mug , in shelf ,", start)
+    assert GRAMMAR.key("[room] [new] bed ? 1 , drawer ? 1 2 ,", "go to drawer 1") == "go to drawer 1 new bed 1 drawer 2"
+
+
+# ------------------------------------------------------------------------------------------------ engine, by hand
+
+def hand_made(kind="cool", obj="mug", recep="coffeemachine"):
+    """A kitchen corner: two drawers share a spot; the mug is in the first, the pen in the second."""
+    receptacles = {"drawer_bar_1": ("drawer", "loc_bar_1"), "drawer_bar_2": ("drawer", "loc_bar_1"),
+                   "fridge_bar_1": ("fridge", "loc_bar_2"), "coffeemachine_bar_1": ("coffeemachine", "loc_bar_3"),
+                   "countertop_bar_1": ("countertop", "loc_bar_3")}
+    objects = {"mug_bar_1": "mug", "knife_bar_1": "knife", "apple_bar_1": "apple"}
+    lies = {"mug_bar_1": "countertop_bar_1", "knife_bar_1": "drawer_bar_1", "apple_bar_1": "countertop_bar_1"}
+    problem = alfworld_games._problem(kind, obj, recep, 1, receptacles, objects, lies, "loc_bar_0")
+    sentence = TEMPLATES[kind][0].format(obj=obj, recep=recep)
+    return Game(MOVING, "train", sentence, zlib.compress(problem.encode()), Logic("rules", "texts"))
+
+
+def test_rules_by_hand(monkeypatch):
+    monkeypatch.setattr(alfworld, "fingerprint", lambda domain, grammar: alfworld.CHECKED_RULES)
+    engine = RuleEngine()
+    assert engine.reset(hand_made()) == (
+        "-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see "
+        "a coffeemachine 1, a countertop 1, a drawer 2, a drawer 1, and a fridge 1.\n\n"
+        "Your task is to: put a cool mug in coffeemachine.")
+    for command, feedback in (
+            ("look", "You are in the middle of a room. Looking quickly around you, you see nothing."),
+            ("take mug 1 from countertop 1", "Nothing happens."), ("Go to drawer 1", "Nothing happens."),
+            ("go to drawer 2", "You arrive at drawer 2. The drawer 2 is closed."),
+            ("go to drawer 1", "Nothing happens."),
+            ("look", "You are facing the drawer 2, and drawer 1. Next to it, you see nothing."),
+            ("open drawer 2", "You open the drawer 2. The drawer 2 is open. In it, you see a knife 1."),
+            ("take knife 1 from drawer 2", "You pick up the knife 1 from the drawer 2."),
+            ("open drawer 1", "You open the drawer 1. The drawer 1 is open. In it, you see nothing."),
+            ("inventory", "You are carrying: a knife 1."),
+            ("go to countertop 1", "You arrive at countertop 1. On the countertop 1, you see a apple 1, and a mug 1."),
+            ("slice apple 1 with knife 1", "You sliced the apple 1 with the knife 1."),
+            ("take mug 1 from countertop 1", "Nothing happens."),
+            ("move knife 1 to countertop 1", "You move the knife 1 to the countertop 1."),
+            ("take apple 1 from countertop 1", "You pick up the apple 1 from the countertop 1."),
+            ("examine apple 1", "This is a sliced apple 1."),
+            ("move apple 1 to countertop 1", "You move the apple 1 to the countertop 1."),
+            ("take mug 1 from countertop 1", "You pick up the mug 1 from the countertop 1."),
+            ("examine mug 1", "This is a normal mug 1. In it, you see nothing."),
+            ("move mug 1 to coffeemachine 1", "You move the mug 1 to the coffeemachine 1."),       # not cool yet
+            ("look", "You are facing the coffeemachine 1, and countertop 1. Next to it, you see a mug 1."),
+            ("take mug 1 from coffeemachine 1", "You pick up the mug 1 from the coffeemachine 1."),
+            ("  go to fridge 1 ", "You arrive at fridge 1. The fridge 1 is closed."),
+            ("cool mug 1 with fridge 1", "You cool the mug 1 using the fridge 1."),                # closed: works
+            ("go to coffeemachine 1", "You arrive at coffeemachine 1. On the coffeemachine 1, you see nothing.")):
+        assert engine.step(command) == feedback
+        assert not engine.won and engine.admissible == sorted(set(engine.admissible))
+    assert engine.step("move mug 1 to coffeemachine 1") == "You move the mug 1 to the coffeemachine 1." and engine.won
+
+
+def test_unchecked_rules_are_refused():
+    with pytest.raises(UserError, match="rules or texts"):
+        logic = Logic("other rules", 'action PutObject { template :: "move {o} to {r}"')
+        RuleEngine().reset(Game(MOVING, "train", "", b"", logic))
+
+
+# ------------------------------------------------------------------------------------------------ generated games
+
+@needs_package
+def test_generated_games_are_seeded_full_and_apart(generated):
+    again = alfworld_games.load(None, seed=3, train=36, validation=6, test=12)
+    other = alfworld_games.load(None, seed=4, train=36, validation=0, test=0)
+    assert [g.problem for g in generated.by_split["train"]] == [g.problem for g in again.by_split["train"]]
+    assert [g.problem for g in generated.by_split["train"]] != [g.problem for g in other.by_split["train"]]
+    scenes = {split: {int(g.name.split("/")[0].rsplit("-", 1)[1]) for g in games}
+              for split, games in generated.by_split.items()}
+    assert scenes["test"] <= set(alfworld_games.UNSEEN_SCENES)
+    assert not (scenes["train"] | scenes["validation"]) & set(alfworld_games.UNSEEN_SCENES)
+    rooms = [alfworld_games.room_of(g) for games in generated.by_split.values() for g in games]
+    assert Counter(r.kind for r in rooms) == {kind: 9 for kind in KINDS}
+    assert 20 < sum(len(r.places) for r in rooms) / len(rooms) < 28
+    assert 27 < sum(sum(map(len, r.inside.values())) for r in rooms) / len(rooms) < 39
+
+
+@needs_package
+def test_experts_states_and_grammar_agree_with_the_engine(generated):
+    """On every step of expert, noisy and random episodes: admissible commands, edits, judge and states."""
+    env = ALFWorldEnv(generated)
+    edits = Counter()
+
+    def check(task, state, action, after, terminated, past):
+        assert render(parse(after)) == after and GRAMMAR.kind(after)
+        assert GRAMMAR.admissible(after) == sorted(env.admissible())
+        memory = [after] if len(past) % 2 else []
+        edit = GRAMMAR.diff(state, action, after, memory, past)
+        assert GRAMMAR.patch(state, action, edit, memory, past) == after
+        assert GRAMMAR.outcome(task.text, state, action, after) == (terminated, terminated)
+        edits[edit == after] += 1
+
+    for split in ("train", "test"):
+        for task in env.tasks(split):
+            assert env.reset(task) == task.start
+            won, steps = play(env, task, policy("expert"), random.Random(task.id), check)
+            assert won, task.id
+    for name in ("noisy", "random"):
+        for task in env.tasks("train")[:12]:
+            play(env, task, policy(name), random.Random(1), check)
+    assert edits[True] == 0                                   # no state had to be written out in full
+    with pytest.raises(ValueError):
+        policy("genius")
+
+
+@needs_package
+def test_limit_invalid_actions_and_interleaved_episodes(generated):
+    envs = [ALFWorldEnv(generated, max_steps=9) for _ in range(4)]
+    tasks = generated.tasks("train")[:4]
+
+    def steps(env, task):
+        state, rng = env.reset(task), random.Random(task.id)
+        yield state
+        for _ in range(9):
+            state, reward, terminated, truncated, info = env.step(policy("random")(task.text, state, [], rng))
+            yield state, reward, terminated, truncated, info["raw"]
+
+    alone = [list(steps(envs[0], task)) for task in tasks]
+    assert list(zip(*(steps(env, task) for env, task in zip(envs, tasks)))) == list(zip(*alone))
+    assert all(run[-1][3] and not run[-2][3] for run in alone)                 # cut at the limit, not ended
+    state = envs[0].reset(tasks[0])
+    after, reward, terminated, truncated, info = envs[0].step("dance wildly")
+    assert after == state and info["invalid"] and info["raw"] == "Nothing happens." and reward == 0 and not terminated
+
+
+@needs_package
+def test_world_and_official_folder_layout(generated, tmp_path, monkeypatch):
+    for game in generated.by_split["test"]:
+        folder = tmp_path / "json_2.1.1" / "valid_unseen" / game.name
+        folder.mkdir(parents=True)
+        (folder / "game.tw-pddl").write_text(json.dumps(game.document() | {"solvable": True}))
+    world = open_world(SimpleNamespace(data=str(tmp_path), catalog_seed=0, train_tasks=None, max_steps=50))
+    assert {k: len(v) for k, v in world.tasks.items()} == {"train": 0, "validation": 0, "test": 12}
+    task = world.tasks["test"][0]
+    assert play(world.make(), task, world.scripted("expert"), random.Random(0))[0]
+    assert {t.text for t in world.tasks["test"]} == {t.text for t in generated.tasks("test")}
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
+    assert len(alfworld_games.load("official").by_split["test"]) == 12
+    old = json.loads((folder / "game.tw-pddl").read_text())
+    human = old | {"grammar": old["grammar"].replace(game.sentence, "Chill the mug")}
+    (folder / "game.tw-pddl").write_text(json.dumps(human))
+    with pytest.raises(UserError, match="Chill the mug"):
+        alfworld_games.load(str(tmp_path)).tasks("test")
+    old["grammar"] = old["grammar"].replace('"move {o} to {r}"', '"put {o} in/on {r}"')
+    (folder / "game.tw-pddl").write_text(json.dumps(old))
+    with pytest.raises(UserError, match="older release.*put {o} in/on {r}"):
+        alfworld_games.load(str(tmp_path))
+    (folder / "game.tw-pddl").write_text("{")
+    with pytest.raises(UserError, match="no ALFWorld game"):
+        alfworld_games.load(str(tmp_path))
+
+
+def test_missing_things_are_told_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+    (tmp_path / "broken.jsonl.xz").write_bytes(b"not xz")
+    (tmp_path / "empty").mkdir()
+    for data, words in (("official", "ALFWORLD_DATA"), (str(tmp_path / "nowhere"), "does not exist"),
+                        (str(tmp_path / "broken.jsonl.xz"), "no packed file"), (str(tmp_path / "empty"), "json_2.1.1")):
+        with pytest.raises(UserError, match=words) as error:
+            alfworld_games.load(data)
+        assert "\n" not in str(error.value)
+    monkeypatch.setattr(alfworld_games.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install --no-deps -r requirements-alfworld.txt"):
+        alfworld_games._package()
+
+
+# ------------------------------------------------------------------------------------------------ official, textworld
+
+@needs_official
+def test_official_games(official):
+    assert {k: len(v) for k, v in official.by_split.items()} == {"train": 3553, "validation": 140, "test": 134}
+    few = alfworld_games._spread(official.by_split["train"], 12)
+    assert Counter(alfworld_games.room_of(g).kind for g in few) == {kind: 2 for kind in KINDS}
+    env, lengths = ALFWorldEnv(official), []
+
+    def check(task, state, action, after, terminated, past):
+        assert GRAMMAR.admissible(after) == sorted(env.admissible())
+
+    for task in env.tasks("test"):
+        assert env.reset(task) == task.start
+        won, steps = play(env, task, policy("expert"), random.Random(task.id), check)
+        assert won, task.id
+        lengths.append(steps)
+    assert sum(lengths) / len(lengths) < 16
+
+
+@needs_textworld
+@needs_package
+@pytest.mark.parametrize("kind", ["generated", pytest.param("official", marks=needs_official)])
+def test_identical_to_textworld(kind, request):
+    """A small sample; benchmarks/alfworld_equality.py plays many."""
+    from benchmarks.alfworld_equality import compare
+    games: Games = request.getfixturevalue(kind)
+    stock, ours, rng, clock = alfworld.StockEngine(), RuleEngine(), random.Random(0), {}
+    game = min(games.by_split["test"], key=lambda g: len(g.packed))            # the stock engine is slow
+    assert compare(game, stock, ours, 10, rng, clock) == []
+    assert clock["steps"] >= 3
