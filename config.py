@@ -63,7 +63,7 @@ class EnvSection(Section):
     data: Text | None = None
     human_goals: bool = False
     catalog_seed: Int = Field(0, ge=0, lt=2**32)
-    max_steps: Int = Field(8, ge=1, le=1000)
+    max_steps: Int = Field(10, ge=1, le=1000)
     train_tasks: Positive | None = None
 
 
@@ -102,7 +102,6 @@ class MexpModelSection(ModelSection):
 class SftSection(Section):
     """Supervised training, shared by cloning the policy and by the experience model."""
     steps: Positive = 1500
-    seconds: Annotated[float, Field(gt=0, le=10**7)] | None = None
     batch_tokens: Int = Field(1024, ge=16, le=10**7)
     lr: Rate = 4e-3
     optimizer: Literal["muon", "adamw"] = "muon"
@@ -114,6 +113,7 @@ class SftSection(Section):
 
 
 class PolicySection(SftSection):
+    heads: Literal["constructed", "random"] = "constructed"
     reasoning: bool = True
 
 
@@ -124,10 +124,11 @@ class MexpSection(SftSection):
     reasoning: bool = True
     temperature: float = Field(0.0, ge=0, le=5)
     retries: Int = Field(1, ge=0, le=10)
-    counterfactuals: Count = 8000
+    judged: Share = 0.4
+    counterfactual: Share = 0.7
     teacher: Text = "rules"
     endpoint: Text | None = None
-    gate_false_success: Share = 0.1
+    gate_false_success: Share = 0.05
     gate_false_failure: Share = 0.1
 
 
@@ -136,7 +137,6 @@ class RetrievalSection(Section):
     encoder: Text = "hash"
     capacity: Positive = 50_000
     synthetic_share: Share = 0.5
-    dedup: bool = True
 
 
 class RLSection(Section):

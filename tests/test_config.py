@@ -153,7 +153,7 @@ CONTRADICTIONS = [
     (["policy_model.name=smollm2", "policy_model.quant=nf4"], "policy_model.lora_rank: 4-bit weights"),
     (["mexp_model.name=smollm2"], "mexp.heads: only the tiny model has constructed heads, not smollm2"),
     (["mexp_model.tiny.layers=1"], "mexp_model.tiny.layers: constructed heads span two layers, not 1"),
-    (["policy_model.name=smollm2", "policy_model.lora_rank=8"], "policy.optimizer: muon is for full matrices"),
+    (["policy.heads=random", "policy_model.name=smollm2", "policy_model.lora_rank=8"], "policy.optimizer: muon is for full matrices"),
     (["env.human_goals=true"], "env.human_goals: only the official WebShop data hold human goals"),
     (["env.data=/does/not/exist"], "env.data: no such folder: /does/not/exist"),
     (["collect.expert=0", "collect.noisy=0"], "collect.noisy: 0, and collect.expert too"),
