@@ -218,10 +218,10 @@ CODAS = ("", "", "n", "r", "l", "s", "x", "nd", "rt", "mp")
 
 
 def invented_words(count: int, rng: random.Random, taken: set[str] = frozenset()) -> list[str]:
-    """Distinct words of one to three syllables that can be pronounced and are not ``taken``."""
+    """Distinct words of two or three syllables that can be pronounced and are not ``taken``."""
     words: dict[str, None] = {}
     while len(words) < count:
-        word = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(rng.randint(1, 3))) + rng.choice(CODAS)
+        word = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(rng.randint(2, 3))) + rng.choice(CODAS)
         if word not in taken:
             words[word] = None
     return list(words)
