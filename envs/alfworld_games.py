@@ -237,8 +237,8 @@ def load(data: str | None, seed: int = 0, train: int | None = None, validation: 
         return Games([g for split, n in sizes.items() for g in generate(split, n, seed)])
     if data == "official":
         if not os.environ.get("ALFWORLD_DATA"):
-            raise UserError("env.data: official needs $ALFWORLD_DATA, the folder that holds json_2.1.1; get the games "
-                            "with: pip install alfworld && alfworld-download")
+            raise UserError("env.data: official needs $ALFWORLD_DATA, the folder that holds json_2.1.1 (alfworld-download "
+                            "fetches the games, into ~/.cache/alfworld unless told otherwise)")
         data = os.environ["ALFWORLD_DATA"]
     path = Path(data).expanduser()
     if not path.exists():
@@ -273,8 +273,10 @@ def _packed(path: Path) -> list[Game]:
                 row = json.loads(line)
                 if row["split"] in OFFICIAL_SPLITS:
                     games.append(_game(row["game"], row["split"], row["task"], row["pddl_problem"], logic))
-    except (OSError, lzma.LZMAError, StopIteration, ValueError, KeyError, EOFError) as error:
+    except (OSError, lzma.LZMAError, StopIteration, ValueError, KeyError, TypeError, EOFError) as error:
         raise UserError(f"env.data: {path} is no packed file of ALFWorld games: {error!r}") from None
+    if not games:
+        raise UserError(f"env.data: {path} holds no game of the splits {', '.join(OFFICIAL_SPLITS)}")
     return games
 
 
