@@ -1,0 +1,291 @@
+"""Fidelity: every number checked against simulators whose mistakes are known.
+
+    python -m pytest -q tests/test_fidelity.py
+"""
+import json
+import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+import envs
+import fidelity
+import mexp
+import rollouts
+from buffer import HashEncoder, ReplayBuffer, validate_file, write_transitions
+from fidelity import bootstrap, ratio, share, wilson
+from llm import Sample
+from mexp import Codec, DreamEnv, ExperienceModel, Prediction
+
+PLAY = dict(max_turns=8, max_new_tokens=4, max_prompt_tokens=64, temperature=0.0, generator=None)
+WORLD = envs.open_world(SimpleNamespace(name="webshop", data=None, human_goals=False, catalog_seed=0, max_steps=8))
+GRAMMAR = WORLD.grammar([t.text for t in WORLD.tasks["train"]]
+                        + ["[item] aldmoor floor lamp | compact | $14.5 color red | size small | pattern plain |"])
+TASKS = {t.id: t for split in WORLD.tasks.values() for t in split}
+
+
+def collect(split, episodes=8, seed=0):
+    return fidelity.held_out_transitions(WORLD, GRAMMAR, split, {"expert": episodes, "mediocre": 2 * episodes}, seed, 8)
+
+
+HELD_OUT, TRAIN = collect("validation"), collect("train")
+
+
+class Oracle:
+    """Plays every query's actions in the real shop; ``wrong(query, truth)`` may then change the prediction."""
+
+    def __init__(self, wrong=lambda query, truth: truth, names=None):
+        buffer = ReplayBuffer(HashEncoder(64), GRAMMAR, banned_tasks=[t.id for t in WORLD.tasks["validation"]])
+        buffer.add(TRAIN)
+        self.codec = Codec(GRAMMAR, buffer, True, 2, 1, True)
+        self.wrong, self.env, self.queries = wrong, WORLD.make(), []
+        self.names = names or {}
+
+    def predict(self, queries):
+        self.queries += [replace(q) for q in queries]
+        return [self._predict(q) for q in queries]
+
+    def _predict(self, q):
+        self.env.reset(TASKS[q.task_id])
+        for action in [*q.history, q.action]:
+            state, _, done, _, info = self.env.step(mexp.rename(action, self.names))
+        return self.wrong(q, Prediction("", "", state, done, info["success"]))
+
+
+class Scripted:
+    """Stands for policy and format: prompts are numbers of (task, state, history), answers follow a scripted policy."""
+
+    def __init__(self, name, monkeypatch):
+        self.act, self.rng, self.asked = WORLD.scripted(name), random.Random(0), []
+        monkeypatch.setattr(rollouts.llm, "generate", lambda lm, prompts, **_: [Sample(p, False) for p in prompts])
+
+    def prompt(self, task, history, state, admissible):
+        self.asked.append((task, state, list(history)))
+        return [len(self.asked) - 1]
+
+    def decode(self, ids):
+        return self.act(*self.asked[ids[0]], random.Random(str(self.asked[ids[0]])))
+
+    def parse(self, text):
+        return text
+
+
+# ------------------------------------------------------------------------------------------------ intervals
+def test_wilson_interval():
+    low, high = wilson(22, 165)                                # WebArena-Lite's 13.3 %: 9.0 to 19.4
+    assert (round(100 * low, 1), round(100 * high, 1)) == (9.0, 19.4)
+    assert wilson(0, 0) == (0, 1)
+    assert wilson(0, 120)[0] == 0 and wilson(0, 120)[1] == pytest.approx(0.031, abs=5e-4)
+    assert wilson(5, 5)[1] == 1 and wilson(50, 100)[0] == pytest.approx(1 - wilson(50, 100)[1])
+
+
+def test_wilson_covers():
+    rng = random.Random(0)
+    for p in (0.02, 0.3, 0.9):
+        intervals = [wilson(sum(rng.random() < p for _ in range(60)), 60) for _ in range(1500)]
+        hits = [low <= p <= high for low, high in intervals]
+        assert 0.92 < sum(hits) / len(hits) < 0.985
+
+
+def test_share_widens_where_errors_come_in_clusters():
+    values, episodes = [1] * 80 + [0] * 20, [i // 10 for i in range(100)]
+    alone, together = share(values), share(values, episodes)
+    assert alone == {"value": 0.8, "low": wilson(80, 100)[0], "high": wilson(80, 100)[1], "n": 100}
+    assert (together["low"], together["high"]) == pytest.approx(wilson(8, 10))     # ten episodes, each all or nothing
+    assert share(values, range(100)) == alone                                      # one value an episode
+    assert share([]) == {"value": None, "low": 0.0, "high": 1.0, "n": 0}
+
+
+def test_ratios_are_paired():
+    dreamed, real = [1, 1, 1, 0] * 25, [1, 1, 0, 0] * 25
+    one = bootstrap(ratio, real, dreamed)
+    assert one["value"] == pytest.approx(2 / 3) and one["low"] < 2 / 3 < one["high"] and one["n"] == 100
+    assert one["high"] - one["low"] < 0.3
+    same = bootstrap(ratio, dreamed, dreamed)                  # paired: no uncertainty about the ratio of equals
+    assert (same["low"], same["value"], same["high"]) == (1, 1, 1)
+    assert bootstrap(ratio, [0, 0], [0, 0]) == {"value": None, "low": None, "high": None, "n": 2}
+
+
+# ------------------------------------------------------------------------------------------------ real transitions
+def test_held_out_transitions_are_real_data_of_that_split(tmp_path):
+    assert {t.task_id for t in HELD_OUT} <= {t.id for t in WORLD.tasks["validation"]}
+    assert HELD_OUT == collect("validation") != collect("validation", seed=1)
+    write_transitions(tmp_path / "held_out.jsonl", HELD_OUT)
+    assert validate_file(tmp_path / "held_out.jsonl") == []
+    cut = fidelity.held_out_transitions(WORLD, GRAMMAR, "test", {"random": 5}, 0, 3)
+    assert max(t.step for t in cut) == 2
+
+
+# ------------------------------------------------------------------------------------------------ single steps
+def test_a_perfect_model_is_perfect():
+    found = fidelity.teacher_forced(Oracle(), HELD_OUT)
+    measures = [found[k] for k in ("exact", "done", "success_precision", "success_recall")]
+    measures += [*found["by_move"].values(), *found["fields"].values()]
+    assert all(one["value"] == 1 for one in measures) and found["unparsed"]["value"] == 0
+    assert sum(one["n"] for one in found["by_move"].values()) == len(HELD_OUT) == found["exact"]["n"]
+    assert {"kind", "items", "title", "price", "options", "chosen", "clickable"} <= found["fields"].keys()
+
+
+def test_mistakes_are_counted_where_they_are_made():
+    def wrong(q, truth):
+        if truth.done:
+            return None if truth.success else replace(truth, success=True)      # failures only are successes
+        return replace(truth, next_state=q.state)                               # nothing ever changes
+
+    found = fidelity.teacher_forced(Oracle(wrong), HELD_OUT)
+    final = [t for t in HELD_OUT if t.done]
+    unmoved = [t for t in HELD_OUT if not t.done and t.next_state == t.state]
+    won = sum(t.success for t in final)
+    assert 0 < won < len(final)
+    assert found["exact"]["value"] == pytest.approx((len(unmoved) + len(final) - won) / len(HELD_OUT))
+    assert found["by_move"]["home -> results"]["value"] == 0
+    assert found["done"]["value"] == pytest.approx(1 - won / len(HELD_OUT))
+    assert found["success_precision"]["value"] == found["success_recall"]["value"] == 0
+    assert found["success_precision"]["n"] == len(final) - won and found["success_recall"]["n"] == won
+    assert found["unparsed"]["value"] == pytest.approx(won / len(HELD_OUT))
+
+
+def test_field_scores_by_hand():
+    real = "[item] keldon wool sweater | vegan | $19.5 color black | blue * size small | large |"
+    said = "[item] keldon wool scarf | vegan | $19.5 color black * blue | size small |"
+    found = fidelity.field_scores(GRAMMAR, real, said)
+    assert found == {"kind": 1, "title": 0, "price": 1, "options": 0.75, "chosen": 0,
+                     "clickable": pytest.approx(9 / 10)}
+    nothing = fidelity.field_scores(GRAMMAR, real, None)
+    assert set(nothing.values()) == {0} and nothing.keys() == found.keys()
+    shelf = "[results] p1 1 s1 a | $1.5 2 s2 b | $2.5"
+    other = "[results] p1 1 s2 b | $2.5 2 s3 c | $3.5"
+    assert fidelity.field_scores(GRAMMAR, shelf, other)["items"] == pytest.approx(1 / 3)
+
+
+# ------------------------------------------------------------------------------------------------ the judge
+@pytest.mark.parametrize("says, false_success, false_failure", [
+    (lambda truth: truth.success, 0, 0), (lambda truth: True, 1, 0), (lambda truth: False, 0, 1)])
+def test_balanced_purchases(says, false_success, false_failure):
+    model = Oracle(lambda q, truth: replace(truth, success=says(truth)))
+    found = fidelity.balanced_purchases(model, HELD_OUT, 5, random.Random(0))
+    assert found["false_success"]["value"] == false_success and found["false_failure"]["value"] == false_failure
+    assert found["false_success"]["n"] == found["false_failure"]["n"] == 5
+    many = fidelity.balanced_purchases(model, HELD_OUT, 10 ** 6, random.Random(0))          # as many as there are
+    assert many["false_failure"]["n"] == sum(t.success for t in HELD_OUT)
+    assert many["false_success"]["n"] == sum(t.done and not t.success for t in HELD_OUT)
+
+
+def test_an_answer_that_cannot_be_read_is_no_success():
+    found = fidelity.balanced_purchases(Oracle(lambda q, truth: None), HELD_OUT, 5, random.Random(0))
+    assert found["false_success"]["value"] == 0 and found["false_failure"]["value"] == 1
+
+
+def test_unseen_words_are_new_and_keep_the_verdict():
+    words = mexp.content_words(GRAMMAR, HELD_OUT)
+    new = fidelity.unseen_words(len(words), TRAIN)
+    assert new == fidelity.unseen_words(len(words), TRAIN) and len(set(new)) == len(words)
+    model = Oracle(names=dict(zip(new, words)))
+    found = fidelity.balanced_purchases(model, HELD_OUT, 5, random.Random(0), renamed="unseen")
+    assert found["unseen_false_success"]["value"] == found["unseen_false_failure"]["value"] == 0
+    training = {w for t in TRAIN for text in (t.task, t.state, t.next_state) for w in text.split(" ")}
+    for q in model.queries:
+        assert not GRAMMAR.content_words(q.task) & training and GRAMMAR.content_words(q.task) <= set(new)
+        plain = mexp.rename(q.task, dict(zip(new, words)))
+        checks = [(fine for *_, fine in GRAMMAR.judge(task, state)) for task, state in
+                  ((q.task, q.state), (plain, mexp.rename(q.state, dict(zip(new, words)))))]
+        assert list(checks[0]) == list(checks[1])              # the rule judges the renamed page as it did the page
+
+
+# ------------------------------------------------------------------------------------------------ whole episodes
+def test_a_perfect_dream_is_consistent(monkeypatch):
+    policy = Scripted("mediocre", monkeypatch)
+    tasks = WORLD.tasks["validation"][:25]
+    found = fidelity.measure(policy, policy, DreamEnv(Oracle(), 8), WORLD, tasks, HELD_OUT[:40], 5, **PLAY)
+    assert 0 < found["real_success"]["value"] < 1
+    assert found["dreamed"] == found["replayed"] == found["real"]
+    for name in ("consistency", "wm2real_over_real"):
+        assert found[name]["value"] == 1
+    for name in ("imagined_false_success", "failed_declared", "eps_P", "eps_R", "bound", "coupled_bound", "gap"):
+        assert found[name]["value"] == 0
+    assert found["real_episodes"] == 50 and found["real_transitions"] == 2 * found["eps_P"]["n"]
+    text = fidelity.table(json.loads(json.dumps(found)))
+    assert len(text.splitlines()) > 30 and max(map(len, text.splitlines())) <= 100
+    for label in ("success of its action lists, replayed", "field: price", "bound: sum of eps_P + eps_R"):
+        assert label in text
+
+
+def test_an_optimistic_dream_is_found_out(monkeypatch):
+    policy, tasks = Scripted("mediocre", monkeypatch), WORLD.tasks["validation"][:25]
+    dream = DreamEnv(Oracle(lambda q, truth: replace(truth, success=truth.done)), 8)
+    found = fidelity.imagined(policy, policy, dream, WORLD, tasks, **PLAY)
+    errors = fidelity.on_policy_errors(policy, policy, dream, WORLD, tasks, **PLAY)
+    lost = 25 - sum(errors["real"])
+    bought = sum(found["dreamed"])                             # every purchase counts as a success
+    assert found["imagined_success"]["value"] == bought / 25 and found["wm2real"]["value"] == 1 - lost / 25
+    assert found["imagined_false_success"]["value"] == pytest.approx((bought - (25 - lost)) / bought)
+    assert found["failed_declared"]["value"] == pytest.approx((bought - (25 - lost)) / lost)
+    assert found["consistency"]["value"] == pytest.approx((25 - lost) / bought) and bought > 25 - lost
+    steps = errors["eps_R"]["n"]
+    assert errors["eps_P"]["value"] == 0 and errors["eps_R"]["value"] == pytest.approx((bought - (25 - lost)) / steps)
+    # only the reward errs, and only once an episode: the bound is tight
+    assert errors["bound"]["value"] == errors["coupled_bound"]["value"] == pytest.approx(bought / 25 - (1 - lost / 25))
+
+
+def test_wrong_next_states_along_the_policy(monkeypatch):
+    policy, tasks = Scripted("expert", monkeypatch), WORLD.tasks["validation"][:12]
+
+    def wrong(q, truth):                                       # every search of a dream fails
+        return replace(truth, next_state=q.state) if q.state == "[home]" else truth
+
+    found = fidelity.on_policy_errors(policy, policy, DreamEnv(Oracle(wrong), 8), WORLD, tasks, **PLAY)
+    assert found["eps_P"]["value"] == pytest.approx(12 / found["eps_P"]["n"]) and found["eps_R"]["value"] == 0
+    assert found["bound"]["value"] == found["coupled_bound"]["value"] == 1
+    dreamed = fidelity.imagined(policy, policy, DreamEnv(Oracle(wrong), 8), WORLD, tasks, **PLAY)
+    assert dreamed["imagined_success"]["value"] == 0
+    assert abs(0 - found["real_success"]["value"]) <= found["bound"]["value"]
+    assert dreamed["consistency"]["value"] is None             # nothing succeeds in this dream
+
+
+def test_an_early_end_is_an_error_of_the_next_state(monkeypatch):
+    policy, tasks = Scripted("expert", monkeypatch), WORLD.tasks["validation"][:5]
+    dream = DreamEnv(Oracle(lambda q, truth: None), 8)         # no answer can be read: every episode ends at once
+    found = fidelity.on_policy_errors(policy, policy, dream, WORLD, tasks, **PLAY)
+    final_wins = sum(found["real"])
+    assert found["eps_P"]["value"] == 1 and found["eps_R"]["value"] == pytest.approx(final_wins / found["eps_R"]["n"])
+
+
+def test_the_replay_stops_where_the_real_episode_ends(monkeypatch):
+    policy = Scripted("mediocre", monkeypatch)
+    tasks, env = WORLD.tasks["validation"][:10], WORLD.make()
+    dream = DreamEnv(Oracle(lambda q, truth: replace(truth, done=False, success=False)), 8)     # never ends
+    found = fidelity.imagined(policy, policy, dream, WORLD, tasks, **PLAY)
+    assert found["imagined_success"]["value"] == 0 and found["wm2real"]["value"] > 0
+    assert found["replay_transitions"] < 8 * len(tasks)
+    assert env.max_steps == 8
+
+
+# ------------------------------------------------------------------------------------------------ leaks
+def test_nothing_of_held_out_tasks_is_ever_retrieved_or_kept(monkeypatch):
+    """Not even if somebody adds it: the buffer refuses banned tasks."""
+    buffer = ReplayBuffer(HashEncoder(64), GRAMMAR, banned_tasks=[t.id for t in WORLD.tasks["validation"]])
+    buffer.add(TRAIN)
+    before = buffer.rows()
+    buffer.add(HELD_OUT)
+    assert buffer.rows() == before
+    seen = []
+
+    def generate(lm, prompts, *rest):
+        seen.extend(prompts)
+        return [Sample([0], False) for _ in prompts]
+
+    monkeypatch.setattr(mexp.llm, "generate", generate)
+    lm = SimpleNamespace(prompt=lambda system, text: [text], decode=lambda ids: "nothing <next> [same] <go>")
+    codec = Codec(GRAMMAR, buffer, False, 2, 3, True)
+    retrieved = [d for demos in codec.retrieve(mexp.queries_of(HELD_OUT)) for d in demos]
+    banned = {t.id for t in WORLD.tasks["validation"]}
+    assert retrieved and not any(d.task_id in banned for d in retrieved)
+    fidelity.teacher_forced(ExperienceModel(lm, Codec(GRAMMAR, buffer, True, 2, 1, True)), HELD_OUT[:30])
+    assert seen and buffer.rows() == before
+
+
+def test_nan_and_none_are_printed_as_dashes():
+    found = {"consistency": bootstrap(ratio, [0.0], [0.0]), "success_recall": share([])}
+    assert fidelity.table(found).count(" - ") == 2 and math.isnan(ratio(1, 0))
