@@ -255,7 +255,8 @@ class Session:
         if text not in self._body.clickables or self.kind == "home":    # there, "search" is a button for show
             return 0.0, False, False
         turns = text in ("next >", "< prev")
-        page = next((name for name in _PAGE_NAMES if name in self.url), "") if turns else ""    # fooled by some queries
+        url = self.url if turns else ""
+        page = next((name for name in _PAGE_NAMES if name in url), "")      # fooled by a query that names a page
         if text == "buy now":
             self.reward, self.info = self.shop.buy(self.row, self.goal, self.options.values())
             self.kind, self._body, self.done = "done", _DONE_PAGE, True
@@ -347,8 +348,11 @@ class Session:
 
     def state(self) -> str:
         """The abstract state of ``envs.webshop_text``."""
-        rows = self.shown if self.kind == "results" else () if self.row is None else (self.row,)
-        return self.shop.state(self.kind, rows, self.number, tuple(self.options.items()))
+        if self.kind in ("home", "done"):
+            return self.shop.state(self.kind, (), 0, ())
+        if self.kind == "results":
+            return self.shop.state(self.kind, self.shown, self.number, ())
+        return self.shop.state(self.kind, (self.row,), 0, tuple(self.options.items()) if self.kind == "item" else ())
 
 
 # ---------------------------------------------------------------------------------------------------- environment

@@ -272,6 +272,9 @@ def test_options_and_other_fields():
     assert product.options == {"color": ["blue"], "kind": ["b", "a"]} and list(product.options) == ["color", "kind"]
     assert product.bullets == ["one"] and product.description == "" and product.query == "shelves"
     assert product.search_text == "oak shelf  one color: blue, and kind: b, a"
+    two = make_shop([record("A", small_description=["First", "second"]), record("B", small_description=[])])
+    assert two.product(0).search_text == "oak shelf stands.  first "        # the first bullet alone is indexed
+    assert two.product(1).search_text == "oak shelf stands.   "
     slash = make_shop([record("A", options={"C": values(" Dark/Red ")})])
     assert slash.product(0).options == {"c": ["dark | red"]}
 
@@ -403,8 +406,8 @@ def found(session):
 
 
 @pytest.mark.parametrize("action", [
-    "", "search", "search[]", "click[]", "Click[search]", "Search[x]", "think[x]", "buy now", "\nsearch[x]", " search[x]",
-    "click[search]", "click[buy now]", "click[a]x[y]", "Action: search[x]", "search[<a> x]", "search[<c>]",
+    "", "search", "search[]", "click[]", "Click[search]", "Search[x]", "think[x]", "buy now", "\nsearch[x]",
+    " search[x]", "click[search]", "click[buy now]", "click[a]x[y]", "Action: search[x]", "search[<a> x]", "search[<c>]",
     "click[no such]", "search[x"])
 def test_bad_actions_change_nothing(shop, action):
     session = start(shop)
@@ -576,8 +579,8 @@ def test_step_limit_truncates(invented):
 
 @pytest.mark.parametrize("action", [
     "", " ", "search", "search ", "click", "click ", "click 11", "click 0", "click -1", "click ²", "click s999",
-    "click buy", "click prev", "click red", "buy", "click[buy now]", "click 1 2", "search <r>", "search <c> garden", "search <Q> x",
-    "search %3cr> x", "search[<r>]", "search[<A> x]", "search[<c> garden] x", "\nsearch lamp", "Search lamp",
+    "click buy", "click prev", "click red", "buy", "click[buy now]", "click 1 2", "search <r>", "search <c> garden",
+    "search <Q> x", "search %3cr> x", "search[<r>]", "search[<A> x]", "search[<c> garden] x", "\nsearch lamp", "Search lamp",
     "[results]", "click\n1", None, 3])
 def test_invalid_actions_change_nothing(invented, action):
     env = WebShopEnv(invented)
