@@ -1,4 +1,4 @@
-"""Language models: backbones, the tiny backbone's construction, exact sampling, log-probs and supervised training.
+"""Language models: the tiny backbone and its construction, exact sampling, log-probs and supervised training.
 
 One interface, ``LM``, serves a one-million-parameter Llama trained inside the run and an 8B model in 4 bits:
 the experience model, the policy and the task writer differ only in their weights and their text.
@@ -8,9 +8,13 @@ Shapes: B rows, T tokens (prompt + response, padded), A action tokens, V vocabul
 from __future__ import annotations
 
 import copy
+import importlib.util
+import json
 import math
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Callable, Iterable, Sequence
 
 import torch
@@ -18,7 +22,11 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+import training
+
 PAD, EOS = "<|pad|>", "<|eos|>"
+CACHE_BYTES = 4 * 2**30      # largest key/value cache of one batch of samples
+LOGIT_COUNT = 2**25          # logits that exist at a time: 128 MB in fp32
 
 
 # ------------------------------------------------------------------------------------------------ the LM object
@@ -28,6 +36,7 @@ class LM:
 
     ``spaced``: every word is encoded with the space before it, so that a word is the same token wherever it
     stands (the tiny backbone's tokenizer).  ``chat``: prompts are wrapped in the tokenizer's chat template.
+    ``compute`` is the precision of matrix products, bf16 where the hardware is fast in it.
     """
     model: nn.Module
     tokenizer: object
@@ -35,12 +44,23 @@ class LM:
     spaced: bool = False
     chat: bool = False
     name: str = "tiny"
+    compute: torch.dtype | None = None
+    origin: dict[str, str] = field(default_factory=dict)       # of the base weights: name, revision, sha256
     _low: tuple = field(default=(None, None), repr=False)      # cached low-precision copy for sampling
     _words: dict = field(default_factory=dict, repr=False)     # word -> ids (spaced tokenizers)
+
+    def __post_init__(self) -> None:
+        self.compute = self.compute or compute_dtype(self.device)
 
     @property
     def eos_id(self) -> int:
         return self.tokenizer.eos_token_id
+
+    @property
+    def stop_ids(self) -> set[int]:
+        """What ends an answer: EOS, and the further stop tokens that some models name (Llama-3 has three)."""
+        named = self.model.generation_config.eos_token_id
+        return {self.eos_id, *(named if isinstance(named, (list, tuple)) else [] if named is None else [named])}
 
     @property
     def pad_id(self) -> int:
@@ -62,9 +82,9 @@ class LM:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Inverse of ``encode``; a closing EOS is dropped."""
+        """Inverse of ``encode``; a closing stop token is dropped."""
         ids = list(ids)
-        if ids and ids[-1] == self.eos_id:
+        if ids and ids[-1] in self.stop_ids:
             ids.pop()
         text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text[1:] if self.spaced and text.startswith(" ") else text
@@ -74,12 +94,15 @@ class LM:
         if not self.chat:
             return self.encode(text)
         messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
-        marked = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        marked = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
+                                                    date_string="26 Jul 2024")     # Llama-3 writes today's date
         return self.tokenizer(marked, add_special_tokens=False)["input_ids"]
 
     def weights(self) -> dict[str, Tensor]:
-        """The trained weights by name: all, or those of the adapters."""
-        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        """The trained weights by name: all, or those of the adapter (whose own name is left out)."""
+        adapter = f".{self.model.active_adapter}." if hasattr(self.model, "peft_config") else None
+        return {name.replace(adapter, ".") if adapter else name: p.detach()
+                for name, p in self.model.named_parameters() if p.requires_grad}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Inverse of ``weights``; raises ValueError where names or shapes differ."""
@@ -90,16 +113,39 @@ class LM:
             for name, w in weights.items():
                 own[name].copy_(w)
 
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.compute, enabled=self.compute != torch.float32)
+
+    def causal_lm(self) -> nn.Module:
+        """The transformers model, its layers with the adapters inside."""
+        return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+
+    def export(self, folder: str | Path) -> None:
+        """Write what plain ``transformers`` (all weights) or ``peft`` (adapter) loads, and the base's origin."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if hasattr(self.model, "peft_config"):
+            from safetensors.torch import save_file
+            config = copy.copy(self.model.peft_config[self.model.active_adapter])
+            config.base_model_name_or_path, config.inference_mode = self.name, True
+            config.save_pretrained(folder)
+            weights = {name: w.cpu().contiguous() for name, w in self.weights().items()}
+            save_file(weights, folder / "adapter_model.safetensors")
+        else:
+            self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        (folder / "origin.json").write_text(json.dumps(self.origin, indent=1) + "\n")
+
     def sampler(self) -> nn.Module:
-        """The weights used for sampling: the model itself, or for fp32 masters its low-precision copy, kept fresh.
+        """The model that samples: the trained one itself, or for fp32 masters a low-precision copy, kept fresh.
 
         Parameters count their in-place changes (``_version``); the copy is renewed when that count has moved.
         """
-        if next(self.model.parameters()).dtype != torch.float32 or compute_dtype(self.device) == torch.float32:
-            return self.model
+        if hasattr(self.model, "peft_config") or next(self.model.parameters()).dtype == self.compute:
+            return self.causal_lm()
         stamp = sum(p._version for p in self.model.parameters())
         if self._low[0] != stamp:
-            low = copy.deepcopy(self.model).to(compute_dtype(self.device)).eval().requires_grad_(False)
+            low = copy.deepcopy(self.model).to(self.compute).eval().requires_grad_(False)
             low.set_attn_implementation("sdpa")
             self._low = (stamp, low)
         return self._low[1]
@@ -208,6 +254,15 @@ class Sample:
     cut: bool
 
 
+def head_size(config) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def cache_bytes(config, dtype: torch.dtype) -> int:
+    """Bytes of keys and values of one token."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config) * dtype.itemsize
+
+
 class RowCache:
     """Key/value cache of one batch: preallocated, written in place, rows dropped as their samples finish.
 
@@ -216,9 +271,7 @@ class RowCache:
     is_compileable = False
 
     def __init__(self, config, rows: int, length: int, dtype: torch.dtype, device: torch.device):
-        heads = config.num_key_value_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (config.num_hidden_layers, rows, heads, length, size)
+        shape = (config.num_hidden_layers, rows, config.num_key_value_heads, length, head_size(config))
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.seen = 0                                          # tokens written, the same for all rows
@@ -248,36 +301,54 @@ class RowCache:
 @torch.no_grad()
 def generate(lm: LM, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float,
              generator: torch.Generator | None = None, max_rows: int = 128) -> list[Sample]:
-    """Sample one continuation per prompt up to and including EOS; ``temperature`` 0 is greedy.
+    """Sample one continuation per prompt up to and including a stop token; ``temperature`` 0 is greedy.
 
     Temperature is the only transformation of the logits: the distribution sampled from is the one that
     ``token_logprobs`` scores.  Identical prompts are computed once: their rows share one prompt pass and, if
-    greedy, one continuation.
+    greedy, one continuation.  A batch has at most ``max_rows`` rows and a cache of at most ``CACHE_BYTES``.
+    ``generator`` may live on the CPU whatever the model's device.  Raises ValueError for an empty prompt.
     """
-    unique = {}                                                # prompt -> rows that ask for it
+    if not all(prompts):
+        raise ValueError(f"prompt {next(i for i, p in enumerate(prompts) if not p)} of {len(prompts)} is empty")
+    if generator is not None and generator.device.type != lm.device.type:      # torch samples on one device only
+        seed = torch.randint(2**63 - 1, (), generator=generator, device=generator.device).item()
+        generator = torch.Generator(lm.device).manual_seed(seed)
+    unique: dict[tuple[int, ...], list[int]] = {}              # prompt -> rows that ask for it
     for i, p in enumerate(prompts):
         unique.setdefault(tuple(p), []).append(i)
     out: list[Sample | None] = [None] * len(prompts)
-    order = sorted(unique, key=len)                            # similar lengths together: little padding
-    for start in range(0, len(order), max_rows):
-        chunk = order[start:start + max_rows]
-        rows = [[i] if temperature == 0 else unique[p] for p, i in ((p, unique[p][0]) for p in chunk)]
-        samples = _generate(lm, chunk, [len(r) for r in rows], max_new_tokens, temperature, generator)
-        flat = iter(samples)
-        for p, r in zip(chunk, rows):
-            for i in r:
-                out[i] = next(flat)
-            if temperature == 0:
-                for i in unique[p]:
-                    out[i] = out[r[0]]
+    own_weights = lm.sampler() is lm.causal_lm()               # then in the precision of the training passes
+    with training.mode(lm.model, training=False), lm.autocast() if own_weights else nullcontext():
+        for chunk in batches_of(lm, unique, max_new_tokens, temperature, max_rows):
+            repeats = [1 if temperature == 0 else len(unique[p]) for p in chunk]
+            samples = iter(_generate(lm, chunk, repeats, max_new_tokens, temperature, generator))
+            for p, n in zip(chunk, repeats):
+                own = [next(samples) for _ in range(n)]
+                for k, i in enumerate(unique[p]):
+                    out[i] = own[k % n]
     return out
+
+
+def batches_of(lm: LM, unique: dict[tuple[int, ...], list[int]], max_new: int, temperature: float,
+               max_rows: int) -> Iterable[list[tuple[int, ...]]]:
+    """Distinct prompts in batches, similar lengths together: little padding.  All rows of a prompt stay together."""
+    chunk: list[tuple[int, ...]] = []
+    rows = 0
+    for p in sorted(unique, key=len):                          # shortest first, so ``p`` sets the cache's length
+        more = 1 if temperature == 0 else len(unique[p])
+        fit = min(max_rows, CACHE_BYTES // (cache_bytes(lm.model.config, lm.compute) * (len(p) + max_new)))
+        if chunk and rows + more > fit:
+            yield chunk
+            chunk, rows = [], 0
+        chunk.append(p)
+        rows += more
+    if chunk:
+        yield chunk
 
 
 def _generate(lm: LM, prompts, repeats: list[int], max_new: int, temperature: float, generator) -> list[Sample]:
     """One batch: a prompt pass over distinct prompts, each row repeated for its samples, then token by token."""
-    model, device = lm.sampler(), lm.device
-    was_training = model.training
-    model.eval()
+    model, device, stop = lm.sampler(), lm.device, lm.stop_ids
     T = max(map(len, prompts))
     ids = torch.full((len(prompts), T), lm.pad_id)
     mask = torch.zeros(len(prompts), T, dtype=torch.long)
@@ -285,8 +356,7 @@ def _generate(lm: LM, prompts, repeats: list[int], max_new: int, temperature: fl
         ids[i, T - len(p):] = torch.tensor(p)
         mask[i, T - len(p):] = 1
     ids, mask = ids.to(device), mask.to(device)
-    dtype = next(p for p in model.parameters() if p.is_floating_point()).dtype
-    cache = RowCache(model.config, len(prompts), T + max_new, dtype, device)
+    cache = RowCache(model.config, len(prompts), T + max_new, lm.compute, device)
     position = (mask.cumsum(-1) - 1).clamp(min=0)              # (B, T): padding does not shift positions
     logits = model(input_ids=ids, attention_mask=mask, position_ids=position, cache=cache, use_cache=True,
                    logits_to_keep=1).logits[:, -1]
@@ -307,7 +377,7 @@ def _generate(lm: LM, prompts, repeats: list[int], max_new: int, temperature: fl
         chosen = token.tolist()
         for row, t in zip(live, chosen):
             samples[row].append(t)
-        keep = [j for j, t in enumerate(chosen) if t != lm.eos_id]
+        keep = [j for j, t in enumerate(chosen) if t not in stop]
         if not keep or step == max_new - 1:
             break
         if len(keep) < len(live):
@@ -317,34 +387,37 @@ def _generate(lm: LM, prompts, repeats: list[int], max_new: int, temperature: fl
         position = position + 1
         logits = model(input_ids=token[:, None], attention_mask=full[:, :T + step + 1], position_ids=position,
                        cache=cache, use_cache=True).logits[:, -1]
-    model.train(was_training)
-    return [Sample(s, cut=s[-1] != lm.eos_id) for s in samples]
+    return [Sample(s, cut=s[-1] not in stop) for s in samples]
 
 
 # ------------------------------------------------------------------------------------------------ log-probs
 def hidden_states(lm: LM, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Last hidden states (B, T, width) of right-padded rows."""
-    base = lm.model.get_base_model() if hasattr(lm.model, "get_base_model") else lm.model
-    with torch.autocast(lm.device.type, compute_dtype(lm.device),
-                        enabled=compute_dtype(lm.device) != torch.float32):
-        return base.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    """Last hidden states (B, T, width) of right-padded rows.
+
+    Padding comes after a row's tokens, where causal attention never looks, so the model gets no mask: the fast
+    attention kernels take none.  Raises ValueError for left padding.
+    """
+    if not attention_mask[:, 0].all():
+        raise ValueError("hidden_states needs rows that are padded on the right and not empty")
+    with lm.autocast():
+        return lm.causal_lm().model(input_ids=input_ids, use_cache=False).last_hidden_state
 
 
-def token_logprobs(lm: LM, hidden: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int = 1024,
+def token_logprobs(lm: LM, hidden: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int | None = None,
                    with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
     """log pi(target | prefix) in fp32 for N positions, at the sampling temperature.
 
     hidden (N, width): states *before* the target token; targets (N,).  Logits exist for ``chunk`` positions at a
-    time, so that N x V is never held; chunks are recomputed in the backward pass.  Returns (N,) log-probs and,
-    if asked, the (N,) entropies over the full vocabulary.
+    time (default: LOGIT_COUNT / V), so that N x V is never held; chunks are recomputed in the backward pass.
+    Returns (N,) log-probs and, if asked, the (N,) entropies over the full vocabulary.
     """
     head = lm.model.get_output_embeddings()
+    chunk = chunk or max(1, LOGIT_COUNT // head.weight.shape[0])
 
     def piece(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(lm.device.type, compute_dtype(lm.device),
-                            enabled=compute_dtype(lm.device) != torch.float32):
-            logits = head(h)
-        logp = F.log_softmax(logits.float() / temperature, -1)                          # (n, V)
+        with lm.autocast():
+            logits = head(h).float()
+        logp = F.log_softmax(logits if temperature == 1 else logits / temperature, -1)          # (n, V)
         ent = -(logp.exp() * logp).sum(-1) if with_entropy else logp.new_zeros(len(y))
         return logp.gather(-1, y[:, None])[:, 0], ent
 
@@ -383,10 +456,14 @@ class Row:
 
 
 def optimizers(model: nn.Module, kind: str, lr: float, weight_decay: float = 0.0) -> list[torch.optim.Optimizer]:
-    """``muon``: Muon on the matrices, AdamW with the same rate on embeddings and norms.  ``adamw``: AdamW alone."""
+    """``muon``: Muon on the matrices, AdamW with the same rate on embeddings and norms.  ``adamw``: AdamW alone,
+    for adapters on a GPU with states of 8 bits where bitsandbytes is installed."""
     params = [p for p in model.parameters() if p.requires_grad]
     if kind == "adamw":
-        return [torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay)]
+        cls = torch.optim.AdamW
+        if hasattr(model, "peft_config") and params[0].is_cuda and importlib.util.find_spec("bitsandbytes"):
+            from bitsandbytes.optim import AdamW8bit as cls
+        return [cls(params, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay)]
     embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     matrices = [p for p in params if p.ndim == 2 and id(p) not in embeddings]
     rest = [p for p in params if p.ndim != 2 or id(p) in embeddings]
@@ -394,27 +471,45 @@ def optimizers(model: nn.Module, kind: str, lr: float, weight_decay: float = 0.0
             torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
-def sft_loss(lm: LM, rows: list[Row], prompt_weight: float, length_power: float) -> tuple[Tensor, float, int]:
-    """Weighted next-token loss (Eq. 5: one sum over reasoning, next state and flags).
+class Together:
+    """Several optimizers that step as one: what ``training.optimizer_step`` needs of an optimizer."""
 
-    Target tokens weigh 1 (or their emphasis), prompt tokens ``prompt_weight``; a row is divided by its target
-    length to the power ``length_power``.  Returns (loss, mean target log-loss, target tokens).
+    def __init__(self, parts: list[torch.optim.Optimizer]):
+        self.parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+def token_weights(row: Row, prompt_weight: float, length_power: float) -> Tensor:
+    """Loss weight of every token but the first, (n + m - 1,): target tokens weigh 1 (or their emphasis), prompt
+    tokens ``prompt_weight``; a row is divided by its target length to the power ``length_power``."""
+    weight = torch.full((len(row.prompt) + len(row.target),), prompt_weight)
+    weight[len(row.prompt):] = torch.tensor(row.emphasis) if row.emphasis else 1.0
+    return weight[1:] * len(row.target) ** -length_power
+
+
+def sft_loss(lm: LM, rows: list[Row], weights: list[Tensor]) -> tuple[Tensor, float, int]:
+    """Weighted next-token loss (Eq. 5: one sum over reasoning, next state and flags), summed over the rows.
+
+    ``weights``: one tensor per row, see ``token_weights``.  Returns (loss, summed target log-loss, target tokens).
     """
     ids, mask = pad_rows([r.prompt + r.target for r in rows], lm.pad_id, lm.device)
-    weight = torch.zeros(ids.shape)                                                     # (B, T)
-    is_target = torch.zeros(ids.shape, dtype=torch.bool)
-    for i, r in enumerate(rows):
-        n, m = len(r.prompt), len(r.target)
-        scale = m ** -length_power
-        weight[i, 1:n] = prompt_weight * scale
-        weight[i, n:n + m] = scale * torch.tensor(r.emphasis if r.emphasis else 1.0)
-        is_target[i, n:n + m] = True
-    pick = weight[:, 1:] > 0                                                            # position t predicts t + 1
-    hidden = hidden_states(lm, ids, mask)[:, :-1][pick.to(lm.device)]
-    logp, _ = token_logprobs(lm, hidden, ids[:, 1:][pick.to(lm.device)], chunk=8192)
-    w = weight[:, 1:][pick].to(lm.device)
-    on = is_target[:, 1:][pick].to(lm.device)
-    return -(w * logp).sum() / w.sum(), -logp[on].mean().item(), int(on.sum())
+    weight = torch.zeros(ids.shape[0], ids.shape[1] - 1)                                # (B, T - 1)
+    is_target = torch.zeros(weight.shape, dtype=torch.bool)
+    for i, (r, w) in enumerate(zip(rows, weights)):
+        weight[i, :len(w)] = w
+        is_target[i, len(r.prompt) - 1:len(w)] = True
+    pick = weight > 0                                                                   # position t predicts t + 1
+    w, on, pick = weight[pick].to(lm.device), is_target[pick].to(lm.device), pick.to(lm.device)
+    logp, _ = token_logprobs(lm, hidden_states(lm, ids, mask)[:, :-1][pick], ids[:, 1:][pick])
+    return -(w * logp).sum(), -logp.detach()[on].sum().item(), int(on.sum())
 
 
 def schedule(step: int, steps: int, warmup: float) -> float:
@@ -426,12 +521,16 @@ def schedule(step: int, steps: int, warmup: float) -> float:
 def sft(lm: LM, draw: Callable[[random.Random], Row], steps: int, batch_tokens: int, lr: float, optimizer: str,
         seed: int, warmup: float = 0.05, prompt_weight: float = 0.0, length_power: float = 0.4,
         max_grad_norm: float = 1.0, window: int = 16, state: dict | None = None,
-        on_step: Callable[[int, dict], None] | None = None) -> None:
+        on_step: Callable[[int, dict], None] | None = None, micro_tokens: int = 8192) -> None:
     """Supervised training in place.
 
     ``draw(rng)`` makes one (augmented) row.  Rows are drawn ``window`` batches at a time, sorted by length and cut
     into batches of ``batch_tokens`` tokens, so little is padding; the draw depends on (seed, window number) alone,
-    hence resuming needs only weights, optimizer state and the step.  ``on_step(step, metrics)`` sees every step.
+    hence resuming needs only weights, optimizer state and the step.  A batch passes through the model in parts of
+    ``micro_tokens`` tokens, which changes memory and nothing else.
+
+    ``on_step(step, metrics)`` sees every step; a step whose gradient is not finite is skipped (its ``grad_norm`` is
+    NaN).  Raises UserError after three such steps in a row and when memory runs out.
     """
     opts = optimizers(lm.model, optimizer, lr)
     first = 0
@@ -439,26 +538,40 @@ def sft(lm: LM, draw: Callable[[random.Random], Row], steps: int, batch_tokens: 
         first = state["step"]
         for o, s in zip(opts, state["optimizers"]):
             o.load_state_dict(s)
-    lm.model.train()
+    together = Together(opts)
     batches: list[list[Row]] = []
     number = -1
-    for step in range(first, steps):
-        if step // window != number:
-            number = step // window
-            batches = draw_batches(draw, random.Random(f"{seed}/{number}"), window, batch_tokens)
-        for o in opts:
-            for g in o.param_groups:
-                g["lr"] = lr * schedule(step, steps, warmup)
-        loss, target_loss, tokens = sft_loss(lm, batches[step % window], prompt_weight, length_power)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(lm.model.parameters(), max_grad_norm)
-        if torch.isfinite(norm):
-            for o in opts:
-                o.step()
-        lm.model.zero_grad(set_to_none=True)
-        if on_step:
-            on_step(step, {"loss": target_loss, "tokens": tokens, "grad_norm": norm.item(), "optimizers": opts})
+    with training.mode(lm.model, training=True), training.explain_out_of_memory(together):
+        for step in range(first, steps):
+            if step // window != number:
+                number = step // window
+                batches = draw_batches(draw, random.Random(f"{seed}/{number}"), window, batch_tokens)
+            weights = {id(r): token_weights(r, prompt_weight, length_power) for r in batches[step % window]}
+            total = sum(w.sum().item() for w in weights.values())
+            loss_sum, tokens = 0.0, 0
+            for rows in micro_batches(batches[step % window], micro_tokens):
+                loss, target_loss, n = sft_loss(lm, rows, [weights[id(r)] for r in rows])
+                (loss / total).backward()
+                loss_sum, tokens = loss_sum + target_loss, tokens + n
+            norm = training.optimizer_step(together, lr * schedule(step, steps, warmup), 0, max_grad_norm)
+            if on_step:
+                on_step(step, {"loss": loss_sum / tokens, "tokens": tokens, "optimizers": opts,
+                               "grad_norm": math.nan if norm is None else norm})
     lm.model.eval()
+
+
+def micro_batches(rows: list[Row], micro_tokens: int) -> list[list[Row]]:
+    """Rows in parts of at most ``micro_tokens`` tokens with padding; a longer row is a part of its own."""
+    parts: list[list[Row]] = []
+    longest = 0
+    for r in rows:
+        longest = max(longest, round_up(len(r.prompt) + len(r.target)))
+        if parts and (len(parts[-1]) + 1) * longest <= micro_tokens:
+            parts[-1].append(r)
+        else:
+            parts.append([r])
+            longest = round_up(len(r.prompt) + len(r.target))
+    return parts
 
 
 def draw_batches(draw, rng: random.Random, count: int, batch_tokens: int) -> list[list[Row]]:
