@@ -18,6 +18,7 @@ texts that were never compared.
 """
 from __future__ import annotations
 
+import random
 import sys
 
 from config import UserError
@@ -316,4 +317,19 @@ def open_world(cfg) -> World:
     games = load(cfg.data, cfg.catalog_seed, cfg.train_tasks)
     return World(make=lambda: ALFWorldEnv(games, cfg.max_steps),
                  tasks={split: games.tasks(split) for split in ("train", "validation", "test")},
-                 grammar=ALFWorldGrammar, scripted=policy)
+                 grammar=ALFWorldGrammar, scripted=policy, rules=lambda split: rule_baselines(games, split))
+
+
+def rule_baselines(games: Games, split: str, max_steps: int = 50) -> dict[str, float]:
+    """Success over all tasks of a split: the explorer, and random commands."""
+    env, success = ALFWorldEnv(games, max_steps), {}
+    for rule, name in (("explorer", "expert"), ("random commands", "random")):
+        act, won = policy(name), 0
+        for task in games.tasks(split):
+            state, rng, over = env.reset(task), random.Random(task.id), False
+            while not over:
+                state, _, terminated, truncated, _ = env.step(act(task.text, state, [], rng))
+                over = terminated or truncated
+            won += terminated
+        success[rule] = won / max(1, len(games.tasks(split)))
+    return success

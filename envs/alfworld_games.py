@@ -237,8 +237,8 @@ def load(data: str | None, seed: int = 0, train: int | None = None, validation: 
         return Games([g for split, n in sizes.items() for g in generate(split, n, seed)])
     if data == "official":
         if not os.environ.get("ALFWORLD_DATA"):
-            raise UserError("env.data: official needs $ALFWORLD_DATA, the folder that holds json_2.1.1 (alfworld-download "
-                            "fetches the games, into ~/.cache/alfworld unless told otherwise)")
+            raise UserError("env.data: official needs $ALFWORLD_DATA, the folder that holds json_2.1.1; get the games "
+                            "with alfworld-download (into ~/.cache/alfworld unless told otherwise)")
         data = os.environ["ALFWORLD_DATA"]
     path = Path(data).expanduser()
     if not path.exists():

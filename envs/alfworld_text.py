@@ -631,6 +631,18 @@ class ALFWorldGrammar:
                 words += [wanted, _follows(page, wanted, held_first=wish.kind != "two"), "ok" if met else "no"]
         return " ".join(words)
 
+    def consider(self, task: str, state: str, history: Sequence[str] = ()) -> str:
+        """What an agent should look at before it acts, in look-up form: the object, the station if the object in hand
+        still needs it, and the goal, each with the first words that follow it in the state (where it is, a number)."""
+        page, wish = parse(state), parse_task(task)
+        condition, station, _ = STATION.get(wish.kind, (None, None, None))
+        held = page.held if page.held and cls(page.held) == wish.obj else None
+        needed = [station] if held and condition and condition not in page.conditions.get(held, ()) else []
+        words = []
+        for word in (wish.obj, *needed, wish.recep):
+            words += [word, *_entry(page, word, held_first=word == wish.obj)[:4]]
+        return " ".join(words)
+
     def counterfactual(self, task: str, state: str, rng: random.Random) -> str | None:
         """Another task for the page that an action has led to: half of the time one that it fulfils, half of the time
         one with the wrong condition or number, object or receptacle.  None where nothing in sight can be carried."""
@@ -660,15 +672,20 @@ class ALFWorldGrammar:
         return set()
 
 
-def _follows(page: Page, word: str, held_first: bool = False) -> str:
-    """The word after a class in the state: in sight before in hand (or the other way) before elsewhere; the task's own
-    ``,`` if the state lacks it."""
+def _entry(page: Page, word: str, held_first: bool = False) -> list[str]:
+    """What follows a class in the state, up to the end of its entry: in sight before in hand (or the other way) before
+    elsewhere; the task's own ``,`` if the state lacks it."""
     spot = _spot(page)
     held = _items([page.held], page.conditions, "*") if page.held else []
     for words in ((held, spot) if held_first else (spot, held)) + (render(page).split(" "),):
         if word in words:
-            return words[words.index(word) + 1]
-    return ","
+            start = words.index(word) + 1
+            return words[start:next(i for i in range(start, len(words)) if words[i] in (",", ":"))]
+    return [","]
+
+
+def _follows(page: Page, word: str, held_first: bool = False) -> str:
+    return _entry(page, word, held_first)[0]
 
 
 # ------------------------------------------------------------------------------------------------ who acts on it

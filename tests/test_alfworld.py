@@ -153,6 +153,11 @@ def test_judge_trace_and_counterfactuals():
     for other in ("put cool mug , in coffeemachine ,", "put two mug , in coffeemachine ,", "put hot mug , in desk ,"):
         assert GRAMMAR.outcome(other, before, action, after) == (False, False)
     assert GRAMMAR.explain("put hot mug , in desk ,", before, action, after) == "move mug hot no desk ? no"
+    assert GRAMMAR.consider(task, before) == "mug hot * 1 coffeemachine @ 1"
+    with_sink = before + " sinkbasin ? 1 ,"
+    assert GRAMMAR.consider("put clean mug , in desk ,", with_sink) == "mug hot * 1 sinkbasin ? 1 desk ? 1"
+    assert GRAMMAR.consider("put bread , in sinkbasin ,", STATE) == "bread | cabinet 3 1 sinkbasin ! 1"
+    assert GRAMMAR.consider("look at book , under desklamp ,", STATE) == "book , desklamp ,"
     two = "[at] shelf @ 1 : cd two @ 1 2 ,"
     assert GRAMMAR.judge("put two cd , in shelf ,", two)[0] == ("cd", "two", True)
     lamp = "[at] desk @ 1 : desklamp on @ 1 , [hold] book * 1 ,"
@@ -313,6 +318,7 @@ def test_world_and_official_folder_layout(generated, tmp_path, monkeypatch):
     assert {k: len(v) for k, v in world.tasks.items()} == {"train": 0, "validation": 0, "test": 12}
     task = world.tasks["test"][0]
     assert play(world.make(), task, world.scripted("expert"), random.Random(0))[0]
+    assert world.rules("test")["explorer"] == 1.0
     assert {t.text for t in world.tasks["test"]} == {t.text for t in generated.tasks("test")}
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
     assert len(alfworld_games.load("official").by_split["test"]) == 12
