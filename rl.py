@@ -1,8 +1,9 @@
 """Reinforcement learning for language-model agents: rollouts, advantages, losses and one ``update``.
 
 Eq. 2 of the paper (arXiv 2511.03773) is PPO with generalised advantage estimation, Eq. 3 is GRPO; section 1.2
-leaves both unmodified.  Reading order: ``rollout`` plays episodes, ``rows_from`` turns them into training rows,
-``update`` makes the policy better.  Nothing here knows whether a world is real or dreamed.
+leaves both unmodified.  Reading order: rollouts.py plays episodes, ``rows_from`` turns them into training rows,
+``update`` makes the policy better; training.py holds the mechanics.  Nothing here knows whether a world is real
+or dreamed.
 
 How this differs from the paper and from the code it was run with (verl-agent):
   1. The GRPO baseline is taken over *episodes* and copied to their turns; over rows, long episodes weigh more.
@@ -81,7 +82,9 @@ def gae(rewards: Tensor, values: Tensor, bootstrap: float, gamma: float, lam: fl
     """Eq. 2 over the K turns of one episode; rewards, values (K,) -> advantages, returns (K,).
 
     ``bootstrap`` is the value of the state after the last turn: 0 where the task ended (terminated), V(s_K) where
-    the step limit did (truncated), because the limit does not belong to the task (Pardo et al., 1712.00378).
+    the step limit did (truncated), because the limit does not belong to the task (Pardo et al., 1712.00378).  With
+    gamma = 1 wasting turns then costs nothing and V has no unique solution where an action can change nothing: use
+    gamma < 1.
     """
     advantages = torch.zeros_like(rewards)
     running, following = 0.0, bootstrap
