@@ -15,6 +15,7 @@ import torch
 import formats
 import llm
 from buffer import ReplayBuffer, Transition
+from endpoint import EndpointLM
 from envs import Grammar, Task
 
 
@@ -97,7 +98,7 @@ def queries_of(transitions: Sequence[Transition]) -> list[Query]:
 class ExperienceModel:
     """Eq. 4: (s_{t+1}, r_{t+1}) = M_exp(R_t | {(s_i, a_i)}, {d_j}, tau), for many episodes at once."""
 
-    def __init__(self, lm: llm.LM, codec: Codec, max_new_tokens: int = 96, temperature: float = 0.0,
+    def __init__(self, lm: llm.LM | EndpointLM, codec: Codec, max_new_tokens: int = 96, temperature: float = 0.0,
                  retries: int = 1, generator: torch.Generator | None = None, remember: int = 50_000):
         self.lm, self.codec = lm, codec
         self.max_new_tokens, self.temperature, self.retries = max_new_tokens, temperature, retries
@@ -134,9 +135,7 @@ class ExperienceModel:
 
     def _write(self, prompts: list[str], temperature: float) -> list[str]:
         fresh = [p for p in dict.fromkeys(prompts) if p not in self.memo] if temperature == 0 else prompts
-        ids = [self.lm.prompt(formats.MEXP_SYSTEM, p) for p in fresh]
-        samples = llm.generate(self.lm, ids, self.max_new_tokens, temperature, self.generator) if ids else []
-        texts = [self.lm.decode(s.ids) for s in samples]
+        texts = self._answers(fresh, temperature) if fresh else []
         self.counts["generated"] += len(texts)
         if temperature > 0:
             return texts
@@ -145,6 +144,13 @@ class ExperienceModel:
         while len(self.memo) > self.remember:
             self.memo.popitem(last=False)
         return answers
+
+    def _answers(self, prompts: list[str], temperature: float) -> list[str]:
+        if isinstance(self.lm, EndpointLM):
+            return self.lm.answers(formats.MEXP_SYSTEM, prompts, self.max_new_tokens, temperature)
+        ids = [self.lm.prompt(formats.MEXP_SYSTEM, p) for p in prompts]
+        samples = llm.generate(self.lm, ids, self.max_new_tokens, temperature, self.generator)
+        return [self.lm.decode(s.ids) for s in samples]
 
 
 class DreamEnv:

@@ -1,0 +1,368 @@
+"""Teachers and the endpoint, against a server on 127.0.0.1 that behaves and misbehaves.
+
+    python -m pytest -q tests/test_teacher.py
+"""
+import json
+import threading
+import time
+from contextlib import contextmanager
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+import endpoint
+import teacher
+from buffer import HashEncoder, ReplayBuffer, Transition
+from config import UserError
+from endpoint import Endpoint, EndpointLM
+from envs.webshop_text import WebShopGrammar
+from mexp import Codec, ExperienceModel, Query
+from teacher import Annotation, RulesTeacher, annotate, annotation_prompt, endpoint_teacher, parse_annotation
+
+TASK = "wireless , travel headphones , color red , price 60.00 ,"
+ITEM = "[item] norwick travel headphones | wireless | $49.5 color black | red |"
+PICKED = ITEM.replace("red |", "red *")
+GRAMMAR = WebShopGrammar([TASK, ITEM])
+KEY = "sk-a-very-secret-key"
+
+
+def step(number, state, action, next_state, done=False, success=False, episode="e0"):
+    history = ["click red"][:number]
+    return Transition(state, action, next_state, float(success), done, success, "t", TASK, episode, number, "real",
+                      history, "as collected")
+
+
+TRAJECTORY = [step(0, ITEM, "click red", PICKED), step(1, PICKED, "click buy", "[done]", True, True)]
+GOOD = Annotation("find, choose, buy", "all wishes met", "a wish overlooked", ("red is marked", "all is met"))
+
+
+def chat(text, **usage):
+    return 200, {}, {"choices": [{"message": {"role": "assistant", "content": text}}],
+                     "usage": {"prompt_tokens": 10, "completion_tokens": 3, **usage}}
+
+
+@contextmanager
+def server(*answers):
+    """Answers in turn (the last one again and again): (status, headers, JSON or bytes), or a function of the handler.
+    ``requests`` of the yielded object holds (path, headers, body)."""
+    log = SimpleNamespace(requests=[], lock=threading.Lock())
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            with log.lock:
+                number = len(log.requests)
+                log.requests.append((self.path, dict(self.headers), json.loads(body) if body else None))
+            answer = answers[min(number, len(answers) - 1)]
+            if callable(answer):
+                answer = answer(self)
+            if answer is None:
+                return
+            status, headers, content = answer
+            content = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(content)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST
+
+        def log_message(self, *_):
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.daemon_threads = True
+    threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    log.base = f"http://127.0.0.1:{http.server_port}/v1"
+    try:
+        yield log
+    finally:
+        http.shutdown()
+        http.server_close()
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    for name in endpoint.KEY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def connect(s, **options):
+    return Endpoint(s.base, "m", **{"backoff": 0.01, "timeout": 5, "attempts": 3, **options})
+
+
+# ------------------------------------------------------------------------------------------------ a good server
+def test_one_answer_and_what_it_cost(monkeypatch, tmp_path):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with server(chat("hello")) as s:
+        e = connect(s, cache=tmp_path, prices=(2.0, 10.0))
+        assert e.chat("sys", "user", 7) == "hello"
+        assert e.chat("sys", "user", 7) == "hello"             # from the cache
+        assert e.chat("sys", "user", 7, salt=1) == "hello"     # a wanted repetition
+    (path, headers, body), second = s.requests
+    assert path == "/v1/chat/completions" and headers["Authorization"] == f"Bearer {KEY}"
+    assert body == {"model": "m", "messages": [{"role": "system", "content": "sys"}, {"role": "user", "content": "user"}],
+                    "max_tokens": 7, "temperature": 0.0}
+    assert e.counts == {"requests": 2, "retries": 0, "cached": 1, "prompt_tokens": 20, "completion_tokens": 6}
+    assert e.cost == pytest.approx((20 * 2 + 6 * 10) / 1e6)
+    assert not any(KEY.encode() in f.read_bytes() for f in tmp_path.rglob("*") if f.is_file())
+
+
+def test_own_key_comes_first_and_no_key_is_no_header(monkeypatch):
+    with server(chat("x")) as s:
+        connect(s).chat("", "a", 1)
+        monkeypatch.setenv("OPENAI_API_KEY", "other")
+        monkeypatch.setenv("DREAMGYM_API_KEY", KEY)
+        connect(s).chat("", "a", 1)
+    assert "Authorization" not in s.requests[0][1] and s.requests[1][1]["Authorization"] == f"Bearer {KEY}"
+
+
+def test_the_model_is_asked_for_where_none_is_named():
+    with server((200, {}, {"data": [{"id": "llama-x"}]}), chat("hi")) as s:
+        assert Endpoint(s.base + "/").chat("", "a", 1) == "hi"
+    assert s.requests[0][0] == "/v1/models" and s.requests[1][2]["model"] == "llama-x"
+
+
+def test_many_answers_keep_their_order_and_equal_ones_are_asked_once(tmp_path):
+    def echo(handler):
+        return chat(json.loads(json.dumps(s.requests[-1][2]))["messages"][1]["content"])
+
+    with server(echo) as s:
+        e = connect(s, cache=tmp_path, workers=1)
+        assert e.chats("", ["a", "b", "a", "c"], 5) == ["a", "b", "a", "c"]
+        assert len(s.requests) == 3
+        e.workers = 8
+        assert e.chats("", ["c", "a"] * 20, 5) == ["c", "a"] * 20 and len(s.requests) == 3
+        assert len(e.chats("", ["a"] * 5, 5, temperature=1.0, salt=None)) == 5 and len(s.requests) == 8
+
+
+def test_a_damaged_cache_entry_is_asked_for_again(tmp_path):
+    with server(chat("x")) as s:
+        connect(s, cache=tmp_path).chat("", "a", 1)
+        next(tmp_path.iterdir()).write_text('{"text": ')
+        assert connect(s, cache=tmp_path).chat("", "a", 1) == "x" and len(s.requests) == 2
+
+
+# ------------------------------------------------------------------------------------------------ a bad one
+def slow(handler):
+    time.sleep(0.6)
+    return chat("late")
+
+
+def dripping(handler):
+    """Sends a byte now and then for ever: every single read is quick."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "100000")
+    handler.end_headers()
+    try:
+        for _ in range(100):
+            handler.wfile.write(b" ")
+            handler.wfile.flush()
+            time.sleep(0.05)
+    except OSError:
+        pass
+
+
+def cut(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "500")
+    handler.end_headers()
+    handler.wfile.write(b'{"choices": [')
+    handler.close_connection = True
+
+
+def hang_up(handler):
+    handler.close_connection = True
+
+
+@pytest.mark.parametrize("bad", [(500, {}, b"oops"), (503, {}, b""), (429, {}, b""), (200, {}, b"<html>busy</html>"),
+                                 (200, {}, b'{"choices": []}'), (200, {}, b"[]"), (200, {}, b"[" * 100_000), chat(""),
+                                 chat(None), (200, {}, b"x" * 60_000), cut, hang_up, slow, dripping])
+def test_a_passing_failure_is_asked_again(bad):
+    with server(bad, chat("fine")) as s:
+        e = connect(s, timeout=0.3, most_bytes=50_000)
+        assert e.chat("", "a", 1) == "fine"
+    assert len(s.requests) == 2 and e.counts["retries"] == 1
+    assert e.counts["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("bad, error, named", [
+    ((500, {}, b""), UserError, "HTTP 500"), (hang_up, UserError, "3 attempts"), (slow, UserError, "timed out"),
+    ((200, {}, b"{}"), endpoint.Unusable, "choices"), ((200, {}, b"x" * 60_000), endpoint.Unusable, "50000 bytes")])
+def test_a_lasting_failure_ends_after_all_attempts(bad, error, named):
+    with server(bad) as s:
+        with pytest.raises(error, match=named) as caught:
+            connect(s, timeout=0.2, most_bytes=50_000).chat("", "a", 1)
+    assert len(s.requests) == 3 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404])
+def test_a_refusal_is_final_and_hides_the_key(monkeypatch, status):
+    monkeypatch.setenv("DREAMGYM_API_KEY", KEY)
+    with server((status, {}, f"wrong key {KEY}\n".encode())) as s:
+        with pytest.raises(UserError, match=f"HTTP {status}") as caught:
+            connect(s).chat("", "a", 1)
+    assert len(s.requests) == 1 and KEY not in str(caught.value) and "***" in str(caught.value)
+
+
+def test_the_key_follows_no_redirect(monkeypatch):
+    monkeypatch.setenv("DREAMGYM_API_KEY", KEY)
+    with server(chat("stolen")) as thief:
+        for status in (301, 302, 303, 307, 308):
+            with server((status, {"Location": thief.base}, b"")) as s, pytest.raises(UserError, match=str(status)):
+                connect(s).chat("", "a", 1)
+    assert not thief.requests
+
+
+def test_nobody_is_there():
+    with server(chat("x")) as s:
+        pass
+    with pytest.raises(UserError, match="refused"):
+        connect(s).chat("", "a", 1)
+
+
+@pytest.mark.parametrize("wait", ["0.3", formatdate(time.time() + 2, usegmt=True), "nonsense", "-5", "1e9"])
+def test_retry_after(monkeypatch, wait):
+    slept = []
+    monkeypatch.setattr(endpoint.time, "sleep", slept.append)
+    wait = formatdate(time.time() + 2, usegmt=True) if "GMT" in wait else wait
+    with server((429, {"Retry-After": wait}, b""), chat("x")) as s:
+        assert Endpoint(s.base, "m").chat("", "a", 1) == "x"
+    expected = {"0.3": (1, 1), "nonsense": (1, 1), "-5": (1, 1), "1e9": (60, 60)}.get(wait, (1, 2))
+    assert len(slept) == 1 and expected[0] <= slept[0] <= expected[1]
+
+
+def test_waits_grow(monkeypatch):
+    slept = []
+    monkeypatch.setattr(endpoint.time, "sleep", slept.append)
+    with server((500, {}, b"")) as s, pytest.raises(UserError):
+        Endpoint(s.base, "m", attempts=5).chat("", "a", 1)
+    assert slept == [1, 2, 4, 8]
+
+
+# ------------------------------------------------------------------------------------------------ annotations
+def test_the_form_and_back():
+    assert parse_annotation(GOOD.to_json(), 2) == GOOD
+    assert parse_annotation(f"```json\n{GOOD.to_json()}\n```", 2) == GOOD
+    assert parse_annotation(GOOD.to_json().replace("red is", "red\\n\\n  is"), 2) == GOOD
+
+
+def changed(**changes):
+    record = json.loads(GOOD.to_json())
+    for key, value in changes.items():
+        place = record["state_transitions"] if key.startswith("step") else record
+        place[int(key[4:]) if key.startswith("step") else key] = value
+    return json.dumps(record)
+
+
+@pytest.mark.parametrize("text, named", [
+    ("", "no JSON"), ("Sure! " + GOOD.to_json(), "no JSON"), (GOOD.to_json() + " Done.", "no JSON"), ("[]", "answer"),
+    (GOOD.to_json()[:-5], "no JSON"), ("null", "answer"), ("[" * 100_000, "no JSON"),
+    (changed(more=1), "exactly"), (changed(task_tutorial={"overall_plan": "x"}), "task_tutorial"),
+    (changed(state_transitions=[]), "0 plans for 2 steps"), (changed(state_transitions="x"), "no list of plans"),
+    (changed(state_transitions=[{"step_id": 0, "transition_plan": "x"}] * 3), "3 plans for 2"),
+    (changed(step1={"step_id": 0, "transition_plan": "x"}), r"\[1\]: step_id is 0"),
+    (changed(step0={"step_id": False, "transition_plan": "x"}), "step_id is False"),
+    (changed(step0={"step_id": 0, "transition_plan": " "}), "expected a text"),
+    (changed(step0={"step_id": 0, "transition_plan": 5}), "expected a text"),
+    (changed(step0={"step_id": 0, "transition_plan": "x" * 5000}), "1 to 4000"),
+    (changed(step0={"step_id": 0}), r"state_transitions\[0\]")])
+def test_anything_else_is_refused(text, named):
+    with pytest.raises(ValueError, match=named):
+        parse_annotation(text, 2)
+
+
+def test_the_prompt_holds_the_whole_trajectory_and_its_outcome():
+    text = annotation_prompt(TRAJECTORY)
+    assert "Fulfilled: yes" in text and TASK in text and "Steps: 2 (step_id 0 to 1)" in text
+    assert "Fulfilled: no" in annotation_prompt([step(0, ITEM, "click buy", "[done]", True)])
+    for t in TRAJECTORY:
+        assert t.state in text and t.action in text and t.next_state in text
+
+
+def test_rules_teacher():
+    bought_wrong = [step(0, ITEM, "click buy", "[done]", True, False, "e1")]
+    annotated, (first, second) = annotate(RulesTeacher(GRAMMAR), TRAJECTORY + bought_wrong)
+    assert parse_annotation(first.to_json(), 2) == first
+    assert [t.reasoning for t in annotated] == [
+        GRAMMAR.explain(TASK, t.state, t.action, t.next_state) for t in TRAJECTORY + bought_wrong]
+    assert first.plan.endswith("do click red ; click buy") and first.failure_mode == "not met: nothing"
+    assert second.failure_mode == "not met: red" and "wireless" in second.success_mode
+
+
+def test_endpoint_teacher_pays_once_and_keeps_what_is_valid(tmp_path):
+    """The second of two trajectories gets a wrong number of plans twice: it keeps the trace it came with."""
+    other = [step(0, ITEM, "click buy", "[done]", True, False, "e1")]
+
+    def answer(handler):
+        return chat(GOOD.to_json())                            # two plans, whatever was asked
+
+    with server(answer) as s:
+        t = endpoint_teacher(connect(s, cache=tmp_path), 500)
+        annotated, annotations = annotate(t, TRAJECTORY + other)
+        assert annotations == [GOOD, None] and len(s.requests) == 3
+        assert [x.reasoning for x in annotated] == [*GOOD.steps, "as collected"]
+        assert t.problems == ["episode e1: state_transitions: 2 plans for 1 steps"] * 2
+        again = endpoint_teacher(connect(s, cache=tmp_path), 500)
+        assert annotate(again, TRAJECTORY + other) == (annotated, annotations) and len(s.requests) == 3
+    assert {r[2]["temperature"] for r in s.requests} == {0.0, 1.0}
+
+
+def test_endpoint_teacher_with_unusable_answers(tmp_path):
+    with server((200, {}, b"{}")) as s:
+        annotated, annotations = annotate(endpoint_teacher(connect(s, cache=tmp_path), 500), TRAJECTORY)
+    assert annotations == [None] and annotated == TRAJECTORY and not list(tmp_path.iterdir())
+
+
+def test_local_teacher(monkeypatch):
+    asked = []
+
+    def generate(lm, prompts, max_new_tokens, temperature, generator):
+        asked.append((prompts, temperature))
+        return [SimpleNamespace(ids="bad" if temperature == 0 else GOOD.to_json())] * len(prompts)
+
+    monkeypatch.setattr(teacher.llm, "generate", generate)
+    lm = SimpleNamespace(device="cpu", prompt=lambda system, text: [system, text], decode=lambda ids: ids)
+    annotated, annotations = annotate(teacher.local_teacher(lm, 100), TRAJECTORY)
+    assert annotations == [GOOD] and [t.reasoning for t in annotated] == list(GOOD.steps)
+    assert [temperature for _, temperature in asked] == [0.0, 1.0]
+    assert asked[0][0][0] == [teacher.SYSTEM, annotation_prompt(TRAJECTORY)]
+
+
+# ------------------------------------------------------------------------------------------------ as experience model
+def query(state=ITEM, action="click red"):
+    return Query(TASK, "t", "e", [], [], state, action)
+
+
+def model(s, tmp_path=None, **options):
+    codec = Codec(GRAMMAR, ReplayBuffer(HashEncoder(64), GRAMMAR), True, 2, 1, True)
+    return ExperienceModel(EndpointLM(connect(s, cache=tmp_path)), codec, max_new_tokens=50, **options)
+
+
+def test_a_server_as_experience_model(tmp_path):
+    with server(chat(" choose <next> [pick] red <go>\n")) as s:
+        m = model(s, tmp_path)
+        first, second = m.predict([query(), query(action="click black")])
+        assert first.next_state == PICKED and not first.done and second.reasoning == "choose"
+        assert len(s.requests) == 2
+        model(s, tmp_path).predict([query()])                  # greedy answers are remembered on disk
+        assert len(s.requests) == 2
+    assert "<task>" in s.requests[0][2]["messages"][1]["content"] and s.requests[0][2]["max_tokens"] == 50
+
+
+@pytest.mark.parametrize("bad", [chat("I would rather talk."), (200, {}, b"{}"), chat("x <next> [done] <win> <win>")])
+def test_an_answer_of_the_server_that_is_no_step_is_no_prediction(bad):
+    with server(bad) as s:
+        m = model(s)
+        assert m.predict([query()]) == [None] and m.counts["failed"] == 1
+
+
+def test_a_server_that_fails_stops_the_run():
+    with server((500, {}, b"")) as s, pytest.raises(UserError, match="HTTP 500"):
+        model(s).predict([query()])
