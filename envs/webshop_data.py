@@ -118,8 +118,8 @@ def read_options(options: dict | None, where: str) -> dict[str, list[str]]:
 class Stock:
     """Catalogue, search index and goals; immutable, shared by all episodes of a process.
 
-    The sources are read once, entry by entry.  In memory stay the index, the ids, a few numbers per product and goal, and
-    bounded caches; texts are read back from their file when a page shows them.  Measured on the official small set
+    The sources are read once, entry by entry.  In memory stay the index, the ids, a few numbers per product and goal,
+    and bounded caches; texts are read back from their file when a page shows them.  Measured on the official small set
     multiplied to 50,000 and 150,000 products: 1.7 kB per product at the peak of loading, then 1.0 kB with human goals
     and 1.6 kB with all synthetic ones, 0.33 ms per product; hence about 2.2 GB at the peak, 1.3 or 2.0 GB afterwards
     and 7 minutes for the full set of 1.18 million products (10 to 20 ms for a search).
