@@ -93,6 +93,13 @@ class Grammar(Protocol):
     def counterfactual(self, task: str, state: str, rng) -> str | None:
         """Another task text for the same final page, some checks broken at random; None where none can be made."""
 
+    def consider(self, task: str, state: str, history: list[str]) -> str:
+        """What an agent should look at before it acts, in look-up form: the thought of a cloned policy."""
+
+    def task_parts(self, task: str, start: str) -> tuple[frozenset[str], frozenset[str]]:
+        """(action types, parts) of a task, without order; raises ValueError with one word that says why a task is
+        malformed or not feasible, as far as training texts tell."""
+
     def content_words(self, text: str) -> set[str]:
         """Words of the text that carry content and may be renamed consistently."""
 
@@ -103,11 +110,13 @@ class World:
 
     make: a new ``Env`` (they share what is heavy).  tasks: by split.  grammar: the text side, taught by texts of the
     training data.  scripted: name -> policy ``(task text, state, earlier actions, rng) -> action`` for offline data.
+    rules: split -> {name: success} of simple rules; no result should be read without them.
     """
     make: Callable[[], Env]
     tasks: dict[str, list[Task]]
     grammar: Callable[[Iterable[str]], Grammar]
     scripted: Callable[[str], Callable]
+    rules: Callable[[str], dict[str, float]]
 
 
 def open_world(cfg) -> World:

@@ -442,7 +442,8 @@ def open_world(cfg) -> World:
     grammar = lru_cache(maxsize=1)(lambda: catalog.training_grammar(shop))      # only collecting data needs it
     return World(make=lambda: WebShopEnv(shop, cfg.max_steps),
                  tasks={split: env.tasks(split) for split in ("train", "validation", "test")},
-                 grammar=WebShopGrammar, scripted=lambda name: policy(name, grammar()))
+                 grammar=WebShopGrammar, scripted=lambda name: policy(name, grammar()),
+                 rules=lambda split: catalog.rule_baselines(shop, split))
 
 
 # ---------------------------------------------------------------------------------------------------- command line

@@ -36,7 +36,7 @@ BUTTONS = ("buy", "back", "prev", "next", *SUB_PAGES)
 # Share of common products from which two results pages count as the same page, see WebShopGrammar.diff.
 SAME_RESULTS = 0.3
 # Words with a meaning of their own in states, actions, tasks and traces: never content.
-STRUCTURE = {*BUTTONS, *KINDS, "search", "click", "price", "open", "choose", "read", "nothing", "ok", "yes"}
+STRUCTURE = {*BUTTONS, *KINDS, "search", "click", "price", "open", "choose", "read", "nothing", "none", "ok", "yes"}
 FUNCTION_WORDS = set("a an and are as at be by can find for from has i in is it its me my not no of on one or that the "
                      "these this to want was which will with you your".split())
 
@@ -303,6 +303,22 @@ class WebShopGrammar:
                 attributes.update(dict.fromkeys(first))
                 products[product] = None
         self.attributes, self.products = list(attributes), [product for product in products if product]
+        self.limits = {item for text in texts if not text.startswith("[") for item in task_items(text)
+                       if limit_of(item) is not None}
+        # product -> the (option name, value) pairs that its pages and tasks show
+        self.offers: dict[str, set[tuple[str, str]]] = {product: set() for product in self.products}
+        for text in texts:
+            if text.startswith("[item]"):
+                page = parse(text)
+                named = f" {page.title.split(' | ')[0]}"
+                for product in self.products:
+                    if named.endswith(f" {product}"):
+                        self.offers[product] |= {(option_word(o.name), option_word(v)) for o in page.options
+                                                 for v in o.values}
+            elif not text.startswith("["):
+                *_, product = self.phrases(text) or [""]
+                if product:
+                    self.offers[product] |= {option for item in task_items(text) if (option := self.option(item))}
 
     # ---------------------------------------------------------------- reading
     def option(self, item: str, page: Page | None = None) -> tuple[str, str] | None:
@@ -450,12 +466,15 @@ class WebShopGrammar:
         return bool(checks) and all(fine for _, _, fine in checks)
 
     def explain(self, task: str, state: str, action: str, next_state: str) -> str:
-        """Trace of one transition: on a purchase every look-up of ``judge``, else one word for what happens."""
+        """Trace of one transition: on a purchase every look-up of ``judge``; on an item page what follows the clicked
+        word there (``none`` where the page lacks it), then, as elsewhere, one word for what happens."""
         if next_state == "[done]":
             return " ".join(f"{word} {follows} {'ok' if fine else 'no'}"
                             for word, follows, fine in self.judge(task, state))
-        if self.diff(state, action, next_state, [], []).startswith("[pick]"):
-            return "choose"
+        word = action.removeprefix("click ")
+        if self.kind(state) == "item" and action.startswith("click ") and word not in BUTTONS:
+            listed = {option_word(v): "*" if v == o.chosen else "|" for o in parse(state).options for v in o.values}
+            return f"{word} {listed.get(word, 'none')} {'choose' if word in listed else 'nothing'}"
         if next_state == state:
             return "nothing"
         if action == "click prev":
@@ -527,6 +546,29 @@ class WebShopGrammar:
         if above and any(limit_of(item) is not None for item in task_items(task)):
             wishes.append((f"price {rng.choice(above):.2f}", [f"price {ten:.2f}" for ten in below]))
         return wishes
+
+    def task_parts(self, task: str, start: str = "[home]") -> tuple[frozenset[str], frozenset[str]]:
+        """(action types, items) of a task.  Raises ValueError with one word: ``malformed``; ``product`` (not exactly one
+        known product, at the end of the phrases), ``attribute``, ``option`` or ``price`` (never seen in training).
+
+        An option counts as seen with a product if some page of that product in training offered it.
+        """
+        items = task_items(task)
+        options = [option for item in items if (option := self.option(item))]
+        limits = [item for item in items if limit_of(item) is not None]
+        if " , ".join(items) + " ," != task or len(set(items)) < len(items) or len({n for n, _ in options}) < len(options):
+            raise ValueError("malformed")
+        *attributes, product = self.phrases(task) or [""]
+        if product not in self.offers or set(attributes) & set(self.offers):
+            raise ValueError("product")
+        if not attributes or not set(attributes) <= set(self.attributes):
+            raise ValueError("attribute")
+        if not set(options) <= self.offers[product]:
+            raise ValueError("option")
+        if len(limits) > 1 or not set(limits) <= self.limits:
+            raise ValueError("price")
+        actions = frozenset({"search", "click", "buy"} | ({"choose"} if options else set()))
+        return actions, frozenset(items)
 
     def content_words(self, text: str) -> set[str]:
         """Words of a task, state, action, key or trace that may be renamed consistently: brands, nouns, attributes,

@@ -189,13 +189,13 @@ def test_purchase_meets_the_task(task, state, met):
     assert GRAMMAR.met(task, state) is met
 
 
-def test_explain_in_one_word():
+def test_explain():
     picked = ITEM.replace("red |", "red *")
     words = [GRAMMAR.explain(TASK, *step) for step in (
         ("[home]", "search red", RESULTS), (RESULTS, "click 1", ITEM), (ITEM, "click red", picked),
         (ITEM, "click x", ITEM), (ITEM, "click prev", RESULTS), (ITEM, "click features", "[features]"),
         (ITEM, "click back", "[home]"))]
-    assert words == ["results", "open", "choose", "nothing", "back", "read", "home"]
+    assert words == ["results", "open", "red | choose", "x none nothing", "back", "read", "home"]
 
 
 # -------------------------------------------------------------------------------------------------- augmentation
