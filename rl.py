@@ -275,8 +275,8 @@ def check(policy: llm.LM, ref, cfg, value: ValueHead | None) -> None:
     if cfg.kl_in != "none" and ref is None:
         raise UserError(f"rl.kl_in: {cfg.kl_in} needs a reference policy")
     if (cfg.kl_in == "reward") != (cfg.kl_estimator == "k1") and cfg.kl_in != "none":
-        raise UserError("rl.kl_estimator: k1 belongs into the reward, the others into the loss: anywhere else their "
-                        "gradient is not that of the KL")
+        raise UserError("rl.kl_estimator: k1 belongs into the reward (as a loss its expected gradient is 0), "
+                        "the others into the loss")
     rates = [m.p for m in policy.model.modules() if isinstance(m, nn.Dropout)]
     if any(rates) or getattr(policy.model.config, "attention_dropout", 0.0):
         raise UserError("policy_model: dropout must be 0 in RL, it would make log-prob ratios random")
