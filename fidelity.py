@@ -233,7 +233,7 @@ def balanced_purchases(model: ExperienceModel, transitions: Sequence[Transition]
 def unseen_words(count: int, known: Sequence[Transition]) -> list[str]:
     """Distinct invented words, always the same, none of which the texts of ``known`` contain."""
     taken = {w for t in known for text in (t.task, t.state, t.next_state) for w in text.split(" ")}
-    return invented_words(count, random.Random("unseen"), taken)
+    return invented_words(count, random.Random("unseen"), True, taken)
 
 
 # ------------------------------------------------------------------------------------------------ 3: whole episodes

@@ -6,6 +6,7 @@ behind the protocol that the real environments speak.
 from __future__ import annotations
 
 import random
+import zlib
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Sequence
@@ -219,16 +220,22 @@ def random_names(words: Sequence[str], rng: random.Random) -> dict[str, str]:
     return dict(zip(words, others))
 
 
-ONSETS, VOWELS = "b d f g h k l m n p r s t v w z br dr fl gr kl pl st tr".split(), "a e i o u ai ea oo".split()
-CODAS = ("", "", "n", "r", "l", "s", "x", "nd", "rt", "mp")
+# Invented words are made of these.  A tokenizer that knows them spells a word that it has never seen in two or three
+# pieces, and few words end alike, which a look-up of "what follows this word" needs.
+ONSETS, VOWELS, CODAS = "b d f g k l m n p r s t v z br st".split(), "aeiou", "nrlx"
+OPEN = [onset + vowel for onset in ONSETS for vowel in VOWELS]
+CLOSED = [syllable + coda for syllable in OPEN for coda in CODAS]
 
 
-def invented_words(count: int, rng: random.Random, taken: set[str] = frozenset()) -> list[str]:
-    """Distinct words of two or three syllables that can be pronounced and are not ``taken``."""
+def invented_words(count: int, rng: random.Random, measuring: bool = False, taken: set[str] = frozenset()) -> list[str]:
+    """Distinct words that mean nothing and can be pronounced, none of them ``taken``.
+
+    Training and measuring (``measuring``) draw from disjoint sets, so that a word of the one is unseen in the other.
+    """
     words: dict[str, None] = {}
     while len(words) < count:
-        word = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(rng.randint(2, 3))) + rng.choice(CODAS)
-        if word not in taken:
+        word = rng.choice(OPEN) + (rng.choice(OPEN) if rng.random() < 0.25 else "") + rng.choice(CLOSED)
+        if (zlib.crc32(word.encode()) % 10 == 0) == measuring and word not in taken:
             words[word] = None
     return list(words)
 
@@ -244,13 +251,13 @@ class TrainingRows:
 
     Demonstrations are retrieved as at run time, never from the same episode or task.  Two augmentations need no
     environment: *counterfactual purchases* (a final page with a changed task, judged by the rule on the page's
-    text) and *renaming* (content words replaced by a random bijection of themselves, so that they must be copied
-    from the context instead of being remembered).
+    text) and *renaming* (content words replaced by a random bijection of themselves, in a share ``invent`` of these
+    rows by invented words, so that they must be copied from the context instead of being remembered).
     """
 
     def __init__(self, codec: Codec, transitions: Sequence[Transition], lm: llm.LM, judged_share: float = 0.4,
-                 counterfactual: float = 0.7, rename: float = 0.5, emphasis: float = 2.5):
-        self.codec, self.lm = codec, lm
+                 counterfactual: float = 0.7, rename: float = 0.5, emphasis: float = 2.5, invent: float = 0.5):
+        self.codec, self.lm, self.invent = codec, lm, invent
         self.counterfactual, self.rename, self.emphasis = counterfactual, rename, emphasis
         queries = queries_of(transitions)
         demos = []
@@ -260,11 +267,12 @@ class TrainingRows:
         self.judged = [e for e in examples if e[1].done]
         self.plain = [e for e in examples if not e[1].done]
         self.judged_share = judged_share if self.judged else 0.0
-        self.words = content_words(codec.grammar, transitions)
+        self.words = dict.fromkeys(content_words(codec.grammar, transitions))       # in a fixed order
 
     def texts(self) -> list[str]:
         """Every example once, as it is: what a tokenizer is trained on."""
-        return [formats.join(self.codec.prompt(q, d), self.codec.target(q, t, d)) for q, t, d in self.judged + self.plain]
+        return [formats.join(self.codec.prompt(q, d), self.codec.target(q, t, d))
+                for q, t, d in self.judged + self.plain]
 
     def draw(self, rng: random.Random) -> llm.Row:
         q, t, demos = rng.choice(self.judged if rng.random() < self.judged_share else self.plain)
@@ -272,11 +280,19 @@ class TrainingRows:
             q, t = self._changed(q, t, rng)
         prompt, target = self.codec.prompt(q, demos), self.codec.target(q, t, demos)
         if rng.random() < self.rename:
-            known = set(prompt.split(" "))
-            names = random_names(self.words, rng)
-            if all(w in known for w in target.split(" ") if w in names):
+            names = self._names(set(prompt.split(" ")), rng)
+            if all(w in names for w in target.split(" ") if w in self.words):
                 prompt, target = rename(prompt, names), rename(target, names)
         return self.row(prompt, target)
+
+    def _names(self, shown: set[str], rng: random.Random) -> dict[str, str]:
+        """New names for the content words that are ``shown``: each other's, invented ones, or some of both."""
+        names = {w: name for w, name in random_names(list(self.words), rng).items() if w in shown}
+        if rng.random() < self.invent:
+            share = rng.choice((0.3, 1.0))
+            invented = invented_words(len(names), rng, taken=self.words)
+            names = {w: new if rng.random() < share else name for (w, name), new in zip(names.items(), invented)}
+        return names
 
     def row(self, prompt: str, target: str) -> llm.Row:
         """Encode; words that decide (verdicts, separators read in a look-up, closing markers) weigh more."""
@@ -296,7 +312,7 @@ class TrainingRows:
             return q, t
         success = all(met for *_, met in grammar.judge(task, q.state))
         reasoning = grammar.explain(task, q.state, q.action, t.next_state)
-        return (replace(q, task=task), replace(t, task=task, success=success, reward=float(success), reasoning=reasoning))
+        return replace(q, task=task), replace(t, task=task, success=success, reward=float(success), reasoning=reasoning)
 
 
 class Renamed:

@@ -12,8 +12,8 @@ from formats import Answer, MARKERS, mexp_prompt, mexp_target, parse_action, par
 
 BITS = [*MARKERS, "<|im_end|>", "<|eot_id|>", "<s>", "</s>", "<think>", "</think>", "<action>", "</action>", "<can>",
         "&", "&lt;", "&amp;", "&amp;lt;", "<", ">", "|", "*", ",", ";", " ; ", "\n", "\r\n", "\t", "\u2028", "\u00a0",
-        "\u200b", "\u202e", "ünï", "日本", "\U0001f600", "İ", "'", '"', "\\", "\\n", "{", "}", "[mem]", "[done]", "win",
-        "<win", "win>", "< win>", "a", "color red", "$49.5", "\x00", "\ud7ff"]
+        "\u200b", "\u202e", "ünï", "日本", "\U0001f600", "İ", "'", '"', "\\", "\\n", "{", "}", "[mem]", "[done]",
+        "win", "<win", "win>", "< win>", "a", "color red", "$49.5", "\x00", "\ud7ff"]
 
 
 def hostile(count, seed, longest=8):
@@ -55,7 +55,8 @@ def test_success_without_an_end_cannot_be_written():
 
 @pytest.mark.parametrize("text", [
     "", "<next>", "<win>", "x", "x <next> [home]", "x [home] <go>", "x <next> [home] <go> more", "x <next> [home] go",
-    "x <next> [home] <go> <win>", "x <next> <next> [home] <go>", "<win> <next> [home] <go>", "x <next> [home] <win> <go>",
+    "x <next> [home] <go> <win>", "x <next> <next> [home] <go>", "<win> <next> [home] <go>",
+    "x <next> [home] <win> <go>",
     "x <next> [home] <think> y <go>", "x <next> [home] <GO>", "x <next> [home] <go>\n", "x<next> [home] <go>",
     "x <next> [home] <act> click buy <win>", "x <go> <next> [home]", "x <next> [home]<go>"])
 def test_anything_but_one_well_formed_answer_is_refused(text):

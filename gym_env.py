@@ -1,0 +1,72 @@
+"""A dreamed or real world as a Gymnasium environment, one episode at a time (``pip install gymnasium``).
+
+    env = gym_env.TextEnv(DreamEnv(model, max_steps=8), tasks, grammar)
+    observation, info = env.reset(seed=0)                      # {"task": "wireless , ..", "state": "[home]"}
+    observation, reward, terminated, truncated, info = env.step("search wireless travel headphones")
+"""
+from __future__ import annotations
+
+import importlib.util
+import string
+from typing import Sequence
+
+from config import UserError
+from envs import Grammar, Task
+
+if importlib.util.find_spec("gymnasium") is None:
+    raise UserError("gym_env needs a package: pip install gymnasium")
+import gymnasium
+from gymnasium import spaces
+
+
+class AnyText(spaces.Text):
+    """Any text up to a length: pages hold all of Unicode, while samples are printable ASCII."""
+
+    def __init__(self, max_length: int):
+        printable = string.ascii_letters + string.digits + string.punctuation + " "
+        super().__init__(max_length, min_length=0, charset=printable)
+
+    def contains(self, x) -> bool:
+        return isinstance(x, str) and len(x) <= self.max_length
+
+
+class TextEnv(gymnasium.Env):
+    """``world`` speaks the batched protocol (``mexp.DreamEnv``, ``rollouts.RealBatch``); of it one episode is used.
+
+    ``reset(seed=..)`` seeds the choice of the task and, where the dream is sampled, its generator;
+    ``reset(options={"task": number})`` chooses the task.  ``info`` holds success, score, invalid, task id and the
+    admissible actions.
+    """
+    metadata: dict = {"render_modes": []}
+
+    def __init__(self, world, tasks: Sequence[Task], grammar: Grammar, max_state: int = 20_000,
+                 max_action: int = 1_000):
+        self.world, self.tasks, self.grammar = world, list(tasks), grammar
+        self.observation_space = spaces.Dict({"task": AnyText(max_state), "state": AnyText(max_state)})
+        self.action_space = AnyText(max_action)
+        self.task: Task | None = None
+        self.over = True
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        super().reset(seed=seed)
+        generator = getattr(getattr(self.world, "model", None), "generator", None)
+        if seed is not None and generator is not None:
+            generator.manual_seed(seed)
+        number = (options or {}).get("task")
+        self.task = self.tasks[int(self.np_random.integers(len(self.tasks))) if number is None else number]
+        self.over = False
+        [state] = self.world.reset([self.task])
+        return self._observed(state), self._info(state, {"success": False, "score": 0.0, "invalid": False})
+
+    def step(self, action: str) -> tuple[dict, float, bool, bool, dict]:
+        if self.over:
+            raise RuntimeError("the episode is over: call reset first")
+        [(state, reward, terminated, truncated, info)] = self.world.step([0], [action])
+        self.over = terminated or truncated
+        return self._observed(state), reward, terminated, truncated, self._info(state, info)
+
+    def _observed(self, state: str) -> dict:
+        return {"task": self.task.text, "state": state}
+
+    def _info(self, state: str, info: dict) -> dict:
+        return {**info, "task_id": self.task.id, "admissible": self.grammar.admissible(state)}
