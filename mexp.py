@@ -220,11 +220,13 @@ def random_names(words: Sequence[str], rng: random.Random) -> dict[str, str]:
     return dict(zip(words, others))
 
 
-# Invented words are made of these.  A tokenizer that knows them spells a word that it has never seen in two or three
-# pieces, and few words end alike, which a look-up of "what follows this word" needs.
-ONSETS, VOWELS, CODAS = "b d f g k l m n p r s t v z br st".split(), "aeiou", "nrlx"
+# Invented words are made of these.  A tokenizer that has PIECES spells a word that it has never seen in two or three of
+# them (no coda begins a syllable, so there is one way), and few words end alike: a look-up of "what follows this word"
+# needs both.
+ONSETS, VOWELS, CODAS = "b d f g h j k m p s t v z br gr st".split(), "aeiou", "nrlx"
 OPEN = [onset + vowel for onset in ONSETS for vowel in VOWELS]
 CLOSED = [syllable + coda for syllable in OPEN for coda in CODAS]
+PIECES = [*(" " + syllable for syllable in OPEN), *OPEN, *CLOSED]
 
 
 def invented_words(count: int, rng: random.Random, measuring: bool = False, taken: set[str] = frozenset()) -> list[str]:
@@ -256,7 +258,7 @@ class TrainingRows:
     """
 
     def __init__(self, codec: Codec, transitions: Sequence[Transition], lm: llm.LM, judged_share: float = 0.4,
-                 counterfactual: float = 0.7, rename: float = 0.5, emphasis: float = 2.5, invent: float = 0.5):
+                 counterfactual: float = 0.7, rename: float = 0.5, emphasis: float = 2.5, invent: float = 0.0):
         self.codec, self.lm, self.invent = codec, lm, invent
         self.counterfactual, self.rename, self.emphasis = counterfactual, rename, emphasis
         queries = queries_of(transitions)
