@@ -6,7 +6,8 @@
 
 Compared after every step: feedback, admissible commands, reward and done.  Commands are drawn from the explorer (so
 games are won), at random (half of them not "go to") and from a list of impossible ones.  Times are processor time, so
-that a busy machine does not blur them.  The exit code is 1 on the first difference.  Needs the packages of requirements-alfworld.txt; the stock engine takes some minutes.
+that a busy machine does not blur them.  The exit code is 1 on the first difference.  Needs the packages of
+requirements-alfworld.txt; the stock engine takes some minutes.
 """
 from __future__ import annotations
 
