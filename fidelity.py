@@ -1,7 +1,7 @@
 """Fidelity of an experience model, measured against the real environment (definitions: paper section numbers below).
 
-    python fidelity.py runs/webshop-cpu-s0                      the policy after the newest finished stage
-    python fidelity.py runs/webshop-cpu-s0 --after policy --tasks 100 --split validation
+    python fidelity.py runs/webshop-cpu-s0                      along the policy of the newest stage, on test tasks
+    python fidelity.py runs/webshop-cpu-s0 --after policy --split validation --tasks 50
 
 Four questions, each with its own function; ``measure`` asks them all and ``table`` prints the answers:
 
@@ -22,19 +22,27 @@ enters the replay buffer, and the buffer returns nothing of held-out tasks (``Re
 """
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
 import random
+import sys
+from pathlib import Path
 from typing import Callable, Hashable, Sequence
 
 import numpy as np
+import torch
 
+import config
+import formats
 import llm
 import rollouts
-from buffer import Transition
-from envs import Env, Grammar, Task, World
+from buffer import Transition, read_transitions
+from config import UserError
+from envs import Env, Grammar, Task, World, open_world
 from mexp import DreamEnv, ExperienceModel, Prediction, Query, content_words, invented_words, queries_of, rename
+from runs import Run, derive_seed, write_whole
 
 Z = 1.959964                    # two-sided 95 %
 BATCH = 256                     # predictions, episodes side by side
@@ -381,3 +389,50 @@ def _line(label: str, one: dict, per_cent: bool) -> str:
     low, high = scale * one["low"], scale * one["high"]
     interval = f"[{low:.{digits}f}, {high:.{digits}f}]"
     return f"  {label:50}{scale * one['value']:>8.{digits}f}   {interval:17}{one['n']:>7}"
+
+
+# ------------------------------------------------------------------------------------------------ command line
+def main() -> int:
+    import dreamgym                                            # here, because dreamgym imports this module
+    stages = {"policy": "the cloned", "dream": "the dreamed", "s2r": "the sim-to-real"}
+    p = argparse.ArgumentParser(prog="python fidelity.py", description=__doc__.split("\n\n")[0])
+    p.add_argument("folder", type=Path, help="run folder")
+    p.add_argument("--after", choices=stages, help="measure along the policy of this stage (default: the newest)")
+    p.add_argument("--split", choices=("validation", "test"), default="test", help="held-out tasks (default: test)")
+    p.add_argument("--tasks", type=int, default=100, help="tasks that the policy plays (default: 100)")
+    p.add_argument("--episodes", type=int, default=80, help="episodes of each scripted policy (default: 80)")
+    p.add_argument("--temperature", type=float, help="of the policy (default: eval.temperature of the run)")
+    args = p.parse_args()
+    cfg, _ = config.load(args.folder / "config.yaml")
+    finished = [stage for stage in stages if Run.newest(args.folder, stage)[1]]
+    if not Run.newest(args.folder, "mexp")[1] or not finished or args.after not in (None, *finished):
+        raise UserError(f"{args.folder}: no checkpoint of the experience model or of the policy asked for; policies: "
+                        f"{', '.join(finished) or 'none'}")
+    stage = args.after or finished[-1]
+    world = open_world(cfg.env)
+    offline = read_transitions(args.folder / "offline.jsonl")
+    grammar = dreamgym.training_grammar(world, offline)
+    buffer = dreamgym.new_buffer(cfg, grammar, world, offline)
+    model = dreamgym.new_mexp(cfg, dreamgym.trained_lm(cfg, "mexp", args.folder), grammar, buffer)
+    policy = dreamgym.trained_lm(cfg, "policy", args.folder, stage)
+    fmt = formats.PolicyFormat(policy, cfg.policy.history)
+    transitions = held_out_transitions(world, grammar, args.split, dict.fromkeys(dict(cfg.collect), args.episodes),
+                                       cfg.run.seed, cfg.env.max_steps)
+    temperature = cfg.eval.temperature if args.temperature is None else args.temperature
+    generator = torch.Generator(policy.device).manual_seed(derive_seed(cfg.run.seed, "fidelity", stage))
+    found = measure(policy, fmt, DreamEnv(model, cfg.env.max_steps, cfg.rl.reward_source), world,
+                    world.tasks[args.split][:args.tasks], transitions, temperature=temperature, generator=generator,
+                    **dreamgym.limits(cfg))
+    found["real_transitions"] += len(transitions)
+    found["real_episodes"] += args.episodes * len(dict(cfg.collect))
+    about = {"policy": stage, "split": args.split, "temperature": temperature, "reward_source": cfg.rl.reward_source}
+    path = args.folder / f"fidelity-{stage}-{args.split}.json"
+    write_whole(path, json.dumps(about | found, indent=1) + "\n")
+    print(f"experience model of {args.folder} along {stages[stage]} policy at temperature {temperature:g}, "
+          f"{args.split} tasks\n{table(found)}\nreal transitions for this table: {found['real_transitions']:,} "
+          f"(evaluation); written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(config.run_main(main))

@@ -5,11 +5,13 @@
 import json
 import math
 import random
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+import config
 import envs
 import fidelity
 import mexp
@@ -289,3 +291,13 @@ def test_nothing_of_held_out_tasks_is_ever_retrieved_or_kept(monkeypatch):
 def test_nan_and_none_are_printed_as_dashes():
     found = {"consistency": bootstrap(ratio, [0.0], [0.0]), "success_recall": share([])}
     assert fidelity.table(found).count(" - ") == 2 and math.isnan(ratio(1, 0))
+
+
+# ------------------------------------------------------------------------------------------------ command line
+@pytest.mark.parametrize("arguments, named", [(["{}/nowhere"], "config.yaml"), (["{}"], "no checkpoint"),
+                                              (["{}", "--after", "s2r"], "policies: none")])
+def test_command_line_says_what_is_missing(tmp_path, monkeypatch, arguments, named):
+    (tmp_path / "config.yaml").write_text(config.to_yaml(config.Config()))
+    monkeypatch.setattr(sys, "argv", ["fidelity.py", *(a.format(tmp_path) for a in arguments)])
+    with pytest.raises(config.UserError, match=named):
+        fidelity.main()
