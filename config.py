@@ -53,7 +53,7 @@ class RunSection(Section):
     out: Text | None = None
     method: Literal["dream", "real", "bc"] = "dream"
     threads: Int = Field(1, ge=1, le=256)
-    processes: Int = Field(1, ge=1, le=64)
+    processes: Int = Field(2, ge=1, le=64)
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
     keep_checkpoints: Int = Field(2, ge=1, le=1000)
 
@@ -101,7 +101,7 @@ class MexpModelSection(ModelSection):
 
 class SftSection(Section):
     """Supervised training, shared by cloning the policy and by the experience model."""
-    steps: Positive = 1500
+    steps: Positive = 900
     batch_tokens: Int = Field(1024, ge=16, le=10**7)
     lr: Rate = 4e-3
     optimizer: Literal["muon", "adamw"] = "muon"
@@ -118,7 +118,7 @@ class PolicySection(SftSection):
 
 
 class MexpSection(SftSection):
-    steps: Positive = 2000
+    steps: Positive = 1200
     heads: Literal["constructed", "random"] = "constructed"
     format: Literal["edits", "full"] = "edits"
     reasoning: bool = True
@@ -141,11 +141,11 @@ class RetrievalSection(Section):
 
 class RLSection(Section):
     algorithm: Literal["grpo", "ppo"] = "grpo"
-    iterations: Positive = 20
+    iterations: Positive = 25
     tasks_per_step: Int = Field(16, ge=1, le=65536)
     group_size: Int = Field(8, ge=1, le=1024)
     temperature: float = Field(1.0, gt=0, le=5)
-    lr: Rate = 3e-4
+    lr: Rate = 1e-4
     lr_warmup: Count = 0
     adam_8bit: bool = False
     adam_eps: float = Field(1e-8, gt=0, le=0.1)
@@ -191,8 +191,9 @@ class CurriculumSection(Section):
 
 
 class S2RSection(Section):
-    transitions: Count = 800
-    lr: Rate = 3e-4
+    transitions: Count = 1300
+    tasks_per_step: Int = Field(4, ge=1, le=65536)
+    lr: Rate = 1e-4
 
 
 class EvalSection(Section):
@@ -229,6 +230,9 @@ def contradictions(c: Config) -> Iterator[tuple[str, str]]:
     if c.rl.tasks_per_step % c.run.processes:
         yield "rl.tasks_per_step", (f"{c.rl.tasks_per_step} tasks cannot be shared equally by run.processes = "
                                     f"{c.run.processes} (a group stays on one process)")
+    if c.s2r.tasks_per_step % c.run.processes:
+        yield "s2r.tasks_per_step", (f"{c.s2r.tasks_per_step} tasks cannot be shared equally by run.processes = "
+                                     f"{c.run.processes} (a group stays on one process)")
     if episodes % parts:
         yield "rl.minibatches", (f"rl.tasks_per_step x rl.group_size = {c.rl.tasks_per_step} x {c.rl.group_size} = "
                                  f"{episodes} episodes do not divide into rl.minibatches x run.processes = "

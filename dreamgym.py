@@ -33,7 +33,7 @@ import training
 from buffer import ReplayBuffer, Transition, make_encoder, read_transitions, write_transitions
 from config import Config, UserError
 from curriculum import Curriculum, TaskWriter, graded_stats
-from envs import Env, Grammar, Task, World, open_world
+from envs import Grammar, Task, World, open_world
 from mexp import (Codec, DreamEnv, ExperienceModel, Renamed, TrainingRows, content_words, random_names, rename)
 from runs import Checkpoints, Interrupt, Progress, Run, Stopped, derive_seed, write_whole
 
@@ -94,7 +94,8 @@ def collect(cfg: Config, run: Run) -> None:
     successes = dict.fromkeys(dict(cfg.collect), 0)
     with Progress("collect", len(plan)) as progress:
         for number, name in enumerate(plan):
-            transitions += play_scripted(env, rng.choice(tasks), world.scripted(name), grammar, f"{name}-{number:06d}", rng)
+            transitions += fidelity.play_scripted(env, rng.choice(tasks), world.scripted(name), grammar,
+                                                  f"{name}-{number:06d}", rng)
             successes[name] += transitions[-1].success
             progress.update(1, transitions=len(transitions))
     write_transitions(run.path("offline.jsonl"), transitions)
@@ -109,21 +110,6 @@ def collect(cfg: Config, run: Run) -> None:
     print("collect: success of the scripted policies on training tasks: "
           + ", ".join(f"{n} {r:.0%}" for n, r in rates.items()) + f"; {len(transitions):,} transitions")
     run.mark_done("collect", {"transitions": len(transitions), "success": rates})
-
-
-def play_scripted(env: Env, task: Task, policy, grammar: Grammar, episode: str, rng: random.Random) -> list[Transition]:
-    """One real episode of a scripted policy, with the reasoning trace of teacher ``rules``."""
-    state, history, done = env.reset(task), [], False
-    transitions = []
-    while not done:
-        action = policy(task.text, state, history, rng)
-        after, reward, terminated, truncated, info = env.step(action)
-        transitions.append(Transition(
-            state, action, after, reward, terminated, info["success"], task.id, task.text, episode, len(history), "real",
-            list(history), grammar.explain(task.text, state, action, after)))
-        history.append(action)
-        state, done = after, terminated or truncated
-    return transitions
 
 
 def training_grammar(world: World, offline: Sequence[Transition]) -> Grammar:
@@ -170,7 +156,7 @@ def train_backbone(cfg: Config, role: str, folder: Path) -> None:
                            settings.reasoning)
     else:
         codec = new_codec(cfg, grammar, new_buffer(cfg, grammar, world, offline))
-        rows = TrainingRows(codec, offline, lm, rename=settings.rename)
+        rows = TrainingRows(codec, offline, lm, settings.judged, settings.counterfactual, settings.rename)
     if saved:
         lm.load_weights(saved["weights"])
     curve: list[dict] = saved["curve"] if saved else []
@@ -233,6 +219,12 @@ def evaluate(policy: llm.LM, fmt: formats.PolicyFormat, world: World, tasks: Seq
             "transitions": sum(parallel.gather(used)), "outcomes": {i: [s, g] for i, s, g in outcomes}}
 
 
+def spread(tasks: Sequence[Task], count: int) -> list[Task]:
+    """``count`` tasks evenly over the list (neighbours share a product), always the same."""
+    count = min(count, len(tasks))
+    return [tasks[i * len(tasks) // count] for i in range(count)]
+
+
 def limits(cfg: Config) -> dict[str, int]:
     """The limits of a rollout: turns, new tokens of an answer, tokens of a prompt."""
     model = cfg.policy_model
@@ -250,14 +242,14 @@ def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, inte
     with Progress(stage, job.iterations, start=job.iteration) as progress:
         while not job.finished():
             it = job.iteration
-            tasks = job.curriculum.sample(cfg.rl.tasks_per_step)                     # by reward entropy, Eq. 7
+            tasks = job.curriculum.sample(job.tasks_per_step)                        # by reward entropy, Eq. 7
             episodes = job.play(tasks, it)                                           # policy and world take turns
-            rows, groups = rl.rows_from(episodes, cfg.rl)                            # advantages, Eq. 3 (or Eq. 2)
-            update = rl.update(job.policy, job.reference, job.optimizer, rows, cfg.rl, job.value, job.generator(it, "mb"))
+            rows, groups = rl.rows_from(episodes, job.rl)                            # advantages, Eq. 3 (or Eq. 2)
+            update = rl.update(job.policy, job.reference, job.optimizer, rows, job.rl, job.value, job.generator(it, "mb"))
             enriched = job.enrich()                                                  # dreams join the replay buffer
             everything = parallel.gather([e.light() for e in episodes])
             job.curriculum.record(rl.group_stats(everything), job.graded(everything))
-            job.curriculum.grow(job.writer, cfg.rl.tasks_per_step)                   # variations, Eq. 6
+            job.curriculum.grow(job.writer, job.tasks_per_step)                      # variations, Eq. 6
             job.iteration += 1
             metrics = rollouts.summary(everything) | groups | update | enriched
             validation = job.validate()
@@ -280,6 +272,7 @@ class RLJob:
 
     def __init__(self, cfg: Config, stage: str, folder: Path, run: Run | None):
         self.cfg, self.stage, self.folder, self.run = cfg, stage, folder, run
+        self.rl = cfg.rl.model_copy(update={"lr": cfg.s2r.lr}) if stage == "s2r" else cfg.rl
         self.world = open_world(cfg.env)
         offline = read_transitions(folder / "offline.jsonl")
         self.grammar = training_grammar(self.world, offline)
@@ -288,16 +281,17 @@ class RLJob:
         self.policy = trained_lm(cfg, "policy", folder, "dream" if stage == "s2r" else "policy")
         self.format = formats.PolicyFormat(self.policy, cfg.policy.history)
         self.reference = training.freeze_reference(self.policy) if cfg.rl.kl_in != "none" else None
-        self.optimizer = training.make_optimizer(self.policy, cfg.rl)
+        self.optimizer = training.make_optimizer(self.policy, self.rl)
         self.value = rl.ValueHead(self.policy.model.config.hidden_size, cfg.rl.value_lr,
                                   self.policy.device) if cfg.rl.algorithm == "ppo" else None
         train = self.world.tasks["train"][:cfg.env.train_tasks]
         held_out = [t for split in ("validation", "test") for t in self.world.tasks[split]]
         encoder = make_encoder(cfg.retrieval.encoder)
         self.curriculum = Curriculum(cfg, train, held_out, self.grammar, encoder)
-        self.validation = self.world.tasks["validation"][:cfg.eval.validation_tasks]
+        self.validation = spread(self.world.tasks["validation"], cfg.eval.validation_tasks)
         self.iteration, self.used, self.real, self.writer, self.mexp = 0, 0, 0, None, None
-        self.longest = cfg.rl.tasks_per_step * cfg.rl.group_size * cfg.env.max_steps
+        self.tasks_per_step = cfg.s2r.tasks_per_step if stage == "s2r" else cfg.rl.tasks_per_step
+        self.longest = self.tasks_per_step * cfg.rl.group_size * cfg.env.max_steps
         if self.dreaming:
             lm = trained_lm(cfg, "mexp", folder)
             self.buffer = new_buffer(cfg, self.grammar, self.world, offline)
@@ -305,7 +299,7 @@ class RLJob:
             self.batch = DreamEnv(self.mexp, cfg.env.max_steps, cfg.rl.reward_source)
             self.writer = TaskWriter(lm, cfg.curriculum.candidates, cfg.mexp_model.max_new_tokens)
         else:
-            count = cfg.rl.tasks_per_step * cfg.rl.group_size // parallel.size()
+            count = self.tasks_per_step * cfg.rl.group_size
             self.batch = rollouts.RealBatch([self.world.make() for _ in range(count)], self.spend)
         self.resume()
 
@@ -317,6 +311,11 @@ class RLJob:
         """Randomness from (seed, stage, iteration, purpose, process) alone: a resumed run needs no stored state."""
         return torch.Generator(self.policy.device).manual_seed(
             derive_seed(self.cfg.run.seed, self.stage, *parts, parallel.rank()))
+
+    @property
+    def iterations(self) -> int:
+        """How many there will be; in S2R at least."""
+        return self.cfg.rl.iterations if self.stage == "dream" else self.cfg.s2r.transitions // self.longest
 
     def finished(self) -> bool:
         if self.stage == "dream":
@@ -333,7 +332,7 @@ class RLJob:
             self.batch.prefix = f"dream-{iteration}-{parallel.rank()}"
         shown = Renamed(self.batch, [n for _, n in mine])
         return rollouts.rollout(self.policy, shown, shown.tasks([t for t, _ in mine]),
-                                [rollouts.group_id(iteration, t) for t, _ in mine], self.format,
+                                [f"{iteration}/{t.id}" for t, _ in mine], self.format,
                                 self.grammar.admissible, temperature=self.cfg.rl.temperature,
                                 generator=self.generator(iteration, "rollout"), **limits(self.cfg))
 
@@ -357,7 +356,7 @@ class RLJob:
         total = parallel.gather([counts["steps"], counts["failed"]])
         self.mexp.counts = dict.fromkeys(counts, 0)
         return {"unparsed": sum(total[1::2]) / max(1, sum(total[::2])), "buffer_dream": stats["dream"],
-                "buffer_rejected": stats["rejected"]}
+                "buffer_rejected": stats["rejected_share"]}
 
     def validate(self) -> dict[str, float | None]:
         """Every ``eval_every`` iterations: real success on validation tasks, on the side; nothing learns from it."""
@@ -419,9 +418,9 @@ def check_experience_model(cfg: Config, run: Run, force: bool) -> None:
         model, held_out, GATE_PURCHASES, random.Random(derive_seed(cfg.run.seed, "gate")))
     write_whole(run.path("fidelity.json"), json.dumps(found, indent=1) + "\n")
     print(fidelity.table(found))
-    bad = [f"{name.replace('_', '-')} rate {found[name]:.1%} is above mexp.gate_{name} = {limit:.1%}"
+    bad = [f"{name.replace('_', '-')} rate {found[name]['value'] or 0:.1%} is above mexp.gate_{name} = {limit:.1%}"
            for name, limit in (("false_success", cfg.mexp.gate_false_success), ("false_failure", cfg.mexp.gate_false_failure))
-           if found[name] > limit]
+           if (found[name]["value"] or 0) > limit]
     if bad and not force:
         raise UserError(f"the experience model judges too badly to learn in: {'; '.join(bad)}. Train it longer "
                         f"(mexp.steps), give it more data (collect.*), or go on all the same with --force")
@@ -430,7 +429,7 @@ def check_experience_model(cfg: Config, run: Run, force: bool) -> None:
 def final_evaluation(cfg: Config, folder: Path, run: Run | None = None) -> None:
     """Stage ``eval``: every policy of this run on the test tasks, in the real environment alone."""
     world = open_world(cfg.env)
-    tasks = world.tasks["test"][:cfg.eval.tasks]
+    tasks = spread(world.tasks["test"], cfg.eval.tasks)
     results: dict = {"policies": {}, "tasks": len(tasks)}
     for label, stage in (("cloned", "policy"), ("dream" if cfg.run.method == "dream" else "real", "dream"), ("s2r", "s2r")):
         if not Run.newest(folder, stage)[1]:

@@ -91,8 +91,8 @@ class LM:
 
     def prompt(self, system: str, text: str) -> list[int]:
         """Ids of a whole prompt: the chat template with a system message for instruct models, plain text else."""
-        if not self.chat:
-            return self.encode(text)
+        if not self.chat:                                      # base models of the Llama family begin with BOS
+            return ([] if self.spaced else self.tokenizer("")["input_ids"]) + self.encode(text)
         messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
         marked = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
                                                     date_string="26 Jul 2024")     # Llama-3 writes today's date
@@ -421,12 +421,16 @@ def token_logprobs(lm: LM, hidden: Tensor, targets: Tensor, temperature: float =
         ent = -(logp.exp() * logp).sum(-1) if with_entropy else logp.new_zeros(len(y))
         return logp.gather(-1, y[:, None])[:, 0], ent
 
+    count = len(targets)
+    if lm.device.type == "cpu":                                # few shapes, see ``round_up``
+        extra = round_up(count, 64) - count
+        hidden, targets = F.pad(hidden, (0, 0, 0, extra)), F.pad(targets, (0, extra))
     if len(targets) <= chunk:
         out = [piece(hidden, targets)]
     else:
         out = [torch.utils.checkpoint.checkpoint(piece, h, y, use_reentrant=False)
                for h, y in zip(hidden.split(chunk), targets.split(chunk))]
-    logp, ent = (torch.cat(x) for x in zip(*out))
+    logp, ent = (torch.cat(x)[:count] for x in zip(*out))
     return logp, ent if with_entropy else None
 
 

@@ -138,5 +138,6 @@ def spmd(fn: Callable, count: int, threads: int, args: tuple, first: tuple = ())
     finally:
         for p in others:
             if p.is_alive():
-                p.terminate()
+                p.kill()                                       # it may hang in a sum that will never be complete
                 p.join()
+        errors.cancel_join_thread()

@@ -70,6 +70,15 @@ def test_families_load_sample_and_train(folders, name, capsys):
     assert losses[-1] < losses[0]
 
 
+def test_prompts_of_base_models_begin_with_their_bos(folders, monkeypatch):
+    lm = load(folders / "llama")
+    assert lm.prompt("system", "a b") == lm.encode("a b")
+    plain = lm.tokenizer
+    monkeypatch.setattr(lm, "tokenizer", lambda text, **options: {"input_ids": [0] * (not options) +
+                                                                  plain(text, **options)["input_ids"]})
+    assert lm.prompt("system", "a b") == [0] + plain("a b")["input_ids"]
+
+
 def test_origin_names_the_weights_and_their_hash(folders):
     one, two = load(folders / "llama").origin, load(folders / "qwen2").origin
     assert one["name"].endswith("llama") and one["revision"] == "local folder"
