@@ -53,8 +53,8 @@ def load_backbone(model_cfg, seed: int = 0, micro_tokens: int = 8192) -> llm.LM:
     compute = {"auto": llm.compute_dtype(device), "float32": torch.float32, "bfloat16": torch.bfloat16}[model_cfg.dtype]
     folder, origin = find_weights(model_cfg.name)
     try:
-        config = AutoConfig.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)       # said, lest transformers asks
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model {model_cfg.name}: {folder} cannot be read: {first_line(error)}") from error
     check_backbone(model_cfg, config, tokenizer)
@@ -82,8 +82,8 @@ def load_backbone(model_cfg, seed: int = 0, micro_tokens: int = 8192) -> llm.LM:
     try:
         with quiet(), training.explain_out_of_memory():
             model, report = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, use_safetensors=True, attn_implementation=attention, output_loading_info=True,
-                **options)
+                folder, config=config, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+                attn_implementation=attention, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"model {model_cfg.name}: weights of {folder} cannot be read: {first_line(error)}") from error
     if report["missing_keys"]:
@@ -271,7 +271,10 @@ def smollm2_folder() -> Path:
 
 # ------------------------------------------------------------------------------------------------ shared base
 class AdapterView:
-    """One adapter of a model that carries several: whatever is asked of the view is asked with its adapter active."""
+    """One adapter of a model that carries several: whatever is asked of the view is asked with its adapter active.
+
+    With gradient checkpointing a backward pass computes the forward pass again: finish it before using another view.
+    """
 
     def __init__(self, shared, adapter: str):
         self.shared, self.active_adapter = shared, adapter
@@ -318,7 +321,7 @@ def memory_estimate(model_cfg, config=None, rows: int = 128, micro_tokens: int =
     ``rows`` samples side by side, ``micro_tokens`` tokens of one training pass.  Raises UserError for an unknown model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
-    config = config or AutoConfig.from_pretrained(find_weights(model_cfg.name)[0])
+    config = config or AutoConfig.from_pretrained(find_weights(model_cfg.name)[0], trust_remote_code=False)
     with torch.device("meta"):                                 # shapes only
         model = AutoModelForCausalLM.from_config(config)
     head = model.get_output_embeddings()
@@ -333,9 +336,8 @@ def memory_estimate(model_cfg, config=None, rows: int = 128, micro_tokens: int =
     cache = llm.cache_bytes(config, torch.float32 if low == 4 else torch.bfloat16) * length * rows
     parts = {"KV cache": min(cache, llm.CACHE_BYTES), "activations": kept,
              "logits": 3 * 4 * min(llm.LOGIT_COUNT, micro_tokens * config.vocab_size)}
-    if model_cfg.lora_rank == 0:                               # weight, gradient, two moments, the sampler's copy
-        trained = (linear + rest) * (16 + low if low == 2 else 16)
-        return {"weights and AdamW": trained} | parts
+    if model_cfg.lora_rank == 0:                               # weight, gradient, two moments (, the sampler's copy)
+        return {"weights and AdamW": (linear + rest) * {"auto": 18, "float32": 16, "bfloat16": 8}[model_cfg.dtype]} | parts
     adapters = sum(model_cfg.lora_rank * (m.in_features + m.out_features) for m in layers)
     packed = int(linear * (0.5 + 1 / 64 + 1 / 4096))           # nf4: 64 weights share a byte, 256 of these an fp32
     return {"linear layers": packed if model_cfg.quant == "nf4" else linear * low,
