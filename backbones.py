@@ -337,7 +337,8 @@ def memory_estimate(model_cfg, config=None, rows: int = 128, micro_tokens: int =
     parts = {"KV cache": min(cache, llm.CACHE_BYTES), "activations": kept,
              "logits": 3 * 4 * min(llm.LOGIT_COUNT, micro_tokens * config.vocab_size)}
     if model_cfg.lora_rank == 0:                               # weight, gradient, two moments (, the sampler's copy)
-        return {"weights and AdamW": (linear + rest) * {"auto": 18, "float32": 16, "bfloat16": 8}[model_cfg.dtype]} | parts
+        each = {"auto": 18, "float32": 16, "bfloat16": 8}[model_cfg.dtype]
+        return {"weights and AdamW": (linear + rest) * each} | parts
     adapters = sum(model_cfg.lora_rank * (m.in_features + m.out_features) for m in layers)
     packed = int(linear * (0.5 + 1 / 64 + 1 / 4096))           # nf4: 64 weights share a byte, 256 of these an fp32
     return {"linear layers": packed if model_cfg.quant == "nf4" else linear * low,
