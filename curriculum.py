@@ -38,6 +38,7 @@ from torch import Tensor
 import formats
 import llm
 import rl
+import rollouts
 from buffer import Encoder
 from config import Config, UserError
 from envs import Grammar, Task
@@ -66,7 +67,7 @@ def reward_entropy(r: Tensor) -> Tensor:
     return ((r - rbar) ** 2).mean(-1)
 
 
-def graded_stats(episodes: Sequence[rl.Episode]) -> dict[str, rl.GroupStat]:
+def graded_stats(episodes: Sequence[rollouts.Episode]) -> dict[str, rl.GroupStat]:
     """``rl.group_stats`` with the environment's graded score in [0, 1] in place of the outcome."""
     stats = {}
     for group, stat in rl.group_stats(episodes).items():

@@ -22,6 +22,7 @@ from typing import Sequence
 
 import torch
 
+import backbones
 import config
 import fidelity
 import formats
@@ -53,7 +54,7 @@ def new_lm(cfg: Config, role: str, folder: Path) -> llm.LM:
         tiny = model.tiny
         return llm.tiny_lm(tokenizer, tiny.layers, tiny.width, tiny.heads, tiny.mlp,
                            seed=derive_seed(cfg.run.seed, role), constructed=getattr(cfg, role).heads == "constructed")
-    return llm.load_backbone(model)
+    return backbones.load_backbone(model, seed=derive_seed(cfg.run.seed, role), micro_tokens=cfg.rl.micro_tokens)
 
 
 def trained_lm(cfg: Config, role: str, folder: Path, stage: str | None = None) -> llm.LM:

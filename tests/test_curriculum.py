@@ -11,6 +11,7 @@ import curriculum as C
 import formats
 import llm
 import rl
+import rollouts
 from buffer import HashEncoder
 from config import Config, UserError
 from envs import Task
@@ -88,7 +89,7 @@ def test_reward_entropy_is_the_population_variance_and_equals_the_statistics_of_
     r = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     assert C.reward_entropy(r).tolist() == pytest.approx([3 / 16, 1 / 4, 0, 0])
     task = shop_tasks(1)[0]
-    episodes = [rl.Episode(task, "0/a", [rl.Turn("", [1], [1], "", "", r, False, False)], success=r == 1, score=score)
+    episodes = [rollouts.Episode(task, "0/a", [rollouts.Turn("", [1], [1], "", "", r, False, False)], success=r == 1, score=score)
                 for r, score in ((1.0, 1.0), (0.0, 0.5), (0.0, 0.0), (0.0, 0.5))]
     stat = rl.group_stats(episodes)["0/a"]
     assert stat.variance == pytest.approx(3 / 16)
@@ -98,7 +99,7 @@ def test_reward_entropy_is_the_population_variance_and_equals_the_statistics_of_
 
 def test_graded_scores_tell_failures_apart():
     task = shop_tasks(1)[0]
-    failed = [rl.Episode(task, "0/a", score=score) for score in (0.0, 0.8)]
+    failed = [rollouts.Episode(task, "0/a", score=score) for score in (0.0, 0.8)]
     assert rl.group_stats(failed)["0/a"].variance == 0 and C.graded_stats(failed)["0/a"].variance == pytest.approx(0.16)
     tasks = shop_tasks(20)
     plain, graded = make(tasks), make(tasks)
