@@ -51,7 +51,7 @@ class Section(BaseModel):
 class RunSection(Section):
     seed: Int = Field(0, ge=0, lt=2**32)
     out: Text | None = None
-    method: Literal["dream", "real", "bc"] = "dream"
+    method: Literal["dream", "real", "both", "bc"] = "dream"
     threads: Int = Field(1, ge=1, le=256)
     processes: Int = Field(2, ge=1, le=64)
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
@@ -68,9 +68,9 @@ class EnvSection(Section):
 
 
 class CollectSection(Section):
-    expert: Count = 200
-    noisy: Count = 900
-    mediocre: Count = 200
+    expert: Count = 0
+    noisy: Count = 1050
+    mediocre: Count = 250
     random: Count = 100
 
 
@@ -101,7 +101,7 @@ class MexpModelSection(ModelSection):
 
 class SftSection(Section):
     """Supervised training, shared by cloning the policy and by the experience model."""
-    steps: Positive = 900
+    steps: Positive = 600
     batch_tokens: Int = Field(1024, ge=16, le=10**7)
     lr: Rate = 4e-3
     optimizer: Literal["muon", "adamw"] = "muon"
@@ -141,7 +141,7 @@ class RetrievalSection(Section):
 
 class RLSection(Section):
     algorithm: Literal["grpo", "ppo"] = "grpo"
-    iterations: Positive = 25
+    iterations: Positive = 20
     tasks_per_step: Int = Field(16, ge=1, le=65536)
     group_size: Int = Field(8, ge=1, le=1024)
     temperature: float = Field(1.0, gt=0, le=5)
@@ -191,8 +191,8 @@ class CurriculumSection(Section):
 
 
 class S2RSection(Section):
-    transitions: Count = 1300
-    tasks_per_step: Int = Field(4, ge=1, le=65536)
+    transitions: Count = 1200
+    tasks_per_step: Int = Field(8, ge=1, le=65536)
     lr: Rate = 1e-4
 
 

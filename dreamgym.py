@@ -40,9 +40,10 @@ from runs import Checkpoints, Interrupt, Progress, Run, Stopped, derive_seed, wr
 
 CURVE_EVERY, SFT_SAVE_EVERY = 20, 200      # optimizer steps between points of the curve, between checkpoints
 EVAL_ROWS = 96                             # episodes side by side in an evaluation
-GATE_EPISODES = {"expert": 100, "noisy": 200, "mediocre": 200, "random": 40}       # on validation tasks
+GATE_EPISODES = {"expert": 1, "noisy": 2, "mediocre": 2, "random": 0.4}    # real ones, times eval.validation_tasks
 GATE_PURCHASES = 240                       # of each outcome
-STAGES = ("collect", "policy", "mexp", "dream", "s2r", "eval")
+STAGES = ("collect", "policy", "mexp", "dream", "s2r", "real", "eval")
+RL_STAGES = {"dream": ("dream", "s2r"), "real": ("real",), "both": ("dream", "s2r", "real"), "bc": ()}   # by method
 
 
 # ------------------------------------------------------------------------------------------------ models
@@ -181,7 +182,7 @@ def train_backbone(cfg: Config, role: str, folder: Path) -> None:
 def pretrain(cfg: Config, run: Run, interrupt: Interrupt) -> None:
     """Policy and experience model side by side: neither needs the other's weights."""
     roles = [role for role in ("policy", "mexp") if not run.stage_done(role)
-             and not (role == "mexp" and cfg.run.method != "dream")]
+             and not (role == "mexp" and "dream" not in RL_STAGES[cfg.run.method])]
     parallel.side_by_side([(train_backbone, (cfg, role, run.folder)) for role in roles], cfg.run.threads,
                           at_once=cfg.run.processes > 1 and len(roles) > 1, stopping=lambda: bool(interrupt))
     if interrupt:
@@ -235,7 +236,7 @@ def limits(cfg: Config) -> dict[str, int]:
 
 # ------------------------------------------------------------------------------------------------ RL
 def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, interrupt: Interrupt | None = None) -> None:
-    """Stages ``dream`` and ``s2r``: the loop of section 4.3, in the experience model or in the real environment.
+    """Stages ``dream``, ``s2r`` and ``real``: the loop of section 4.3, in the experience model or the real environment.
 
     Runs in every process alike, each on its share of the groups; only the first one holds ``run``, writes and prints.
     """
@@ -267,8 +268,8 @@ def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, inte
 class RLJob:
     """Everything that the loop works with, and what of it a checkpoint holds.
 
-    stage ``dream``: the world is the experience model, or with ``--method real`` the real environment; ``s2r``: the
-    real environment with a budget of transitions, starting from the dream's policy.
+    ``dream``: the world is the experience model.  ``real``: the real environment, from the same start (the baseline).
+    ``s2r``: the real environment with a budget of transitions, from the dream's policy.
     """
 
     def __init__(self, cfg: Config, stage: str, folder: Path, run: Run | None):
@@ -278,7 +279,7 @@ class RLJob:
         offline = read_transitions(folder / "offline.jsonl")
         self.grammar = training_grammar(self.world, offline)
         self.words = content_words(self.grammar, offline)
-        self.dreaming = stage == "dream" and cfg.run.method == "dream"
+        self.dreaming = stage == "dream"
         self.policy = trained_lm(cfg, "policy", folder, "dream" if stage == "s2r" else "policy")
         self.format = formats.PolicyFormat(self.policy, cfg.policy.history)
         self.reference = training.freeze_reference(self.policy) if cfg.rl.kl_in != "none" else None
@@ -316,10 +317,10 @@ class RLJob:
     @property
     def iterations(self) -> int:
         """How many there will be; in S2R at least."""
-        return self.cfg.rl.iterations if self.stage == "dream" else self.cfg.s2r.transitions // self.longest
+        return self.cfg.s2r.transitions // self.longest if self.stage == "s2r" else self.cfg.rl.iterations
 
     def finished(self) -> bool:
-        if self.stage == "dream":
+        if self.stage != "s2r":
             return self.iteration >= self.cfg.rl.iterations
         return self.real + self.longest > self.cfg.s2r.transitions      # the next iteration might break the budget
 
@@ -413,8 +414,9 @@ def check_experience_model(cfg: Config, run: Run, force: bool) -> None:
     grammar = training_grammar(world, offline)
     lm = trained_lm(cfg, "mexp", run.folder)
     model = new_mexp(cfg, lm, grammar, new_buffer(cfg, grammar, world, offline))
-    held_out = fidelity.held_out_transitions(world, grammar, "validation", GATE_EPISODES, cfg.run.seed, cfg.env.max_steps)
-    run.ledger.add("validation", len(held_out), sum(GATE_EPISODES.values()))
+    episodes = {name: int(share * cfg.eval.validation_tasks) for name, share in GATE_EPISODES.items()}
+    held_out = fidelity.held_out_transitions(world, grammar, "validation", episodes, cfg.run.seed, cfg.env.max_steps)
+    run.ledger.add("validation", len(held_out), sum(episodes.values()))
     found = fidelity.teacher_forced(model, held_out) | fidelity.balanced_purchases(
         model, held_out, GATE_PURCHASES, random.Random(derive_seed(cfg.run.seed, "gate")))
     write_whole(run.path("fidelity.json"), json.dumps(found, indent=1) + "\n")
@@ -432,7 +434,7 @@ def final_evaluation(cfg: Config, folder: Path, run: Run | None = None) -> None:
     world = open_world(cfg.env)
     tasks = spread(world.tasks["test"], cfg.eval.tasks)
     results: dict = {"policies": {}, "tasks": len(tasks)}
-    for label, stage in (("cloned", "policy"), ("dream" if cfg.run.method == "dream" else "real", "dream"), ("s2r", "s2r")):
+    for label, stage in (("cloned", "policy"), ("dream", "dream"), ("s2r", "s2r"), ("real", "real")):
         if not Run.newest(folder, stage)[1]:
             continue
         policy = trained_lm(cfg, "policy", folder, stage)
@@ -461,11 +463,10 @@ def run_all(cfg: Config, reason: str, args: argparse.Namespace) -> None:
             run.resume("collect")
             collect(cfg, run)
         pretrain(cfg, run, interrupt)
-        if cfg.run.method == "dream":
+        if "dream" in RL_STAGES[cfg.run.method]:
             check_experience_model(cfg, run, args.force)
-        stages = {"dream": ("dream", "s2r"), "real": ("dream",), "bc": ()}[cfg.run.method]
-        for stage in stages:
-            if not run.stage_done(stage) and (stage == "dream" or cfg.s2r.transitions):
+        for stage in RL_STAGES[cfg.run.method]:
+            if not run.stage_done(stage) and (stage != "s2r" or cfg.s2r.transitions):
                 parallel.spmd(train_rl, cfg.run.processes, cfg.run.threads, (cfg, stage, run.folder), (run, interrupt))
                 run.mark_done(stage)
         if not run.stage_done("eval"):
@@ -518,7 +519,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--profile", metavar="NAME", help="profile of the configuration (default: chosen by hardware)")
     p.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
                    help="override one value, e.g. --set rl.lr=1e-5; repeatable")
-    p.add_argument("--method", choices=("dream", "real", "bc"), help="short for --set run.method=..")
+    p.add_argument("--method", choices=tuple(RL_STAGES), help="short for --set run.method=..")
     p.add_argument("--from", metavar="STAGE", dest="restart", help=f"repeat from this stage on ({', '.join(STAGES)})")
     p.add_argument("--force", action="store_true", help="go on though the experience model fails its gate")
     p.add_argument("--dry-run", action="store_true", help="build everything, print sizes and the first prompt, stop")
