@@ -263,6 +263,9 @@ def cache_bytes(config, dtype: torch.dtype) -> int:
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config) * dtype.itemsize
 
 
+ROWS = 8                       # rows of a sampling batch come in multiples of this, see ``round_up``
+
+
 class RowCache:
     """Key/value cache of one batch: preallocated, written in place, rows dropped as their samples finish.
 
@@ -349,41 +352,50 @@ def batches_of(lm: LM, unique: dict[tuple[int, ...], list[int]], max_new: int, t
 def _generate(lm: LM, prompts, repeats: list[int], max_new: int, temperature: float, generator) -> list[Sample]:
     """One batch: a prompt pass over distinct prompts, each row repeated for its samples, then token by token."""
     model, device, stop = lm.sampler(), lm.device, lm.stop_ids
-    T = max(map(len, prompts))
-    ids = torch.full((len(prompts), T), lm.pad_id)
-    mask = torch.zeros(len(prompts), T, dtype=torch.long)
-    for i, p in enumerate(prompts):                            # left padding: the last column is each row's newest
+    multiple = ROWS if device.type == "cpu" else 1             # few shapes: spare rows
+    filled = list(prompts) + [prompts[0]] * (round_up(len(prompts), multiple) - len(prompts))
+    T = round_up(max(map(len, prompts)))
+    ids = torch.full((len(filled), T), lm.pad_id)
+    mask = torch.zeros(len(filled), T, dtype=torch.long)
+    for i, p in enumerate(filled):                             # left padding: the last column is each row's newest
         ids[i, T - len(p):] = torch.tensor(p)
         mask[i, T - len(p):] = 1
     ids, mask = ids.to(device), mask.to(device)
-    cache = RowCache(model.config, len(prompts), T + max_new, lm.compute, device)
+    cache = RowCache(model.config, len(filled), T + max_new, lm.compute, device)
     position = (mask.cumsum(-1) - 1).clamp(min=0)              # (B, T): padding does not shift positions
     logits = model(input_ids=ids, attention_mask=mask, position_ids=position, cache=cache, use_cache=True,
                    logits_to_keep=1).logits[:, -1]
-    rows = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(repeats)).to(device)
-    if len(rows) != len(prompts):
+
+    source = [i for i, n in enumerate(repeats) for _ in range(n)]                             # sample -> prompt
+    samples: list[list[int]] = [[] for _ in source]
+    live: list[int | None] = list(range(len(source)))          # sample of each row; None for a spare row
+    live += [None] * (round_up(len(live), multiple) - len(live))
+    rows = torch.tensor(source + [0] * (len(live) - len(source)), device=device)
+    if rows.tolist() != list(range(len(filled))):
         cache.keep(rows)
     logits, mask, position = logits[rows], mask[rows], position[rows, -1:]
     full = torch.ones(len(rows), T + max_new, dtype=torch.long, device=device)
     full[:, :T] = mask
-    samples: list[list[int]] = [[] for _ in rows]
-    live = list(range(len(rows)))                              # sample index of each row still growing
     for step in range(max_new):
         logits = logits.float()
         if temperature == 0:
             token = logits.argmax(-1)
         else:
             token = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)[:, 0]
-        chosen = token.tolist()
-        for row, t in zip(live, chosen):
-            samples[row].append(t)
-        keep = [j for j, t in enumerate(chosen) if t not in stop]
+        for row, (sample, t) in enumerate(zip(live, token.tolist())):
+            if sample is not None:
+                samples[sample].append(t)
+                if t in stop:
+                    live[row] = None
+        keep = [row for row, sample in enumerate(live) if sample is not None]
         if not keep or step == max_new - 1:
             break
-        if len(keep) < len(live):
-            index = torch.tensor(keep, device=device)
+        if round_up(len(keep), multiple) < len(live):              # finished rows leave, in steps of ROWS
+            spare = round_up(len(keep), multiple) - len(keep)
+            index = torch.tensor(keep + keep[:1] * spare, device=device)
             cache.keep(index)
-            live, token, full, position = [live[j] for j in keep], token[index], full[index], position[index]
+            live = [live[row] for row in keep] + [None] * spare
+            token, full, position = token[index], full[index], position[index]
         position = position + 1
         logits = model(input_ids=token[:, None], attention_mask=full[:, :T + step + 1], position_ids=position,
                        cache=cache, use_cache=True).logits[:, -1]

@@ -82,6 +82,7 @@ def test_greedy_equals_transformers_with_mixed_lengths_in_a_batch():
 def test_sampled_probabilities_are_those_of_the_training_forward(compute, tolerance, monkeypatch):
     """Stated tolerance of one log-prob: 2e-5 in fp32; 0.1 in bf16, where the sampler's weights are rounded, too."""
     lm = tiny(compute=compute, scale=3.0)
+    monkeypatch.setattr(llm, "ROWS", 1)                        # no spare rows: row and sample are easy to match below
     seen = []
     draw = torch.multinomial
 
@@ -105,6 +106,14 @@ def test_sampled_probabilities_are_those_of_the_training_forward(compute, tolera
         assert torch.tensor(sampled[i]).sub(expected).abs().max() < tolerance
 
 
+def test_spare_rows_change_no_sample(monkeypatch):
+    lm, found = tiny(scale=8.0), {}
+    for rows in (1, 8):
+        monkeypatch.setattr(llm, "ROWS", rows)
+        found[rows] = llm.generate(lm, prompts(11), 10, 0.0)
+    assert found[1] == found[8]
+
+
 def test_temperature_is_the_only_change_of_the_distribution():
     """A generation config that asks for more is ignored, and frequencies follow softmax(logits / T)."""
     lm = tiny(scale=3.0)
@@ -119,15 +128,16 @@ def test_temperature_is_the_only_change_of_the_distribution():
 
 def test_identical_prompts_are_computed_once(monkeypatch):
     lm = tiny()
+    monkeypatch.setattr(llm, "ROWS", 1)
     sizes = []
     forward = lm.model.forward
     monkeypatch.setattr(lm.model, "forward", lambda **kw: sizes.append(kw["input_ids"].shape) or forward(**kw))
     same = llm.generate(lm, [[2, 3, 4]] * 6 + [[5]], 3, 0.0)
-    assert sizes[0] == (2, 3) and all(shape[0] <= 2 for shape in sizes)
+    assert sizes[0] == (2, 16) and all(shape[0] <= 2 for shape in sizes)
     assert all(s.ids == same[0].ids for s in same[:6])
     sizes.clear()
     several = llm.generate(lm, [[2, 3, 4]] * 6, 3, 1.0, torch.Generator().manual_seed(0))
-    assert sizes[0] == (1, 3) and sizes[1][0] > 1               # one prompt pass, six continuations
+    assert sizes[0] == (1, 16) and sizes[1][0] > 1               # one prompt pass, six continuations
     assert len({tuple(s.ids) for s in several}) > 1
 
 
