@@ -79,21 +79,34 @@ def share(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -
     return {"value": p, "low": low, "high": high, "n": n}
 
 
-def bootstrap(statistic: Callable[..., float], *columns: Sequence[float], seed: int = 0, draws: int = 2000) -> dict:
-    """``statistic(means of the columns)`` with the 2.5 and 97.5 percentiles over resampled rows.
+def paired(statistic: Callable[[float, float], float], first: Sequence[bool], second: Sequence[bool], seed: int = 0,
+           draws: int = 2000) -> dict[str, float | None]:
+    """``statistic(share of first, share of second)`` of two outcomes per task, with a 95 % bootstrap interval.
 
-    Each column holds one number per row (per task, so that paired quantities stay paired).  NaN where the statistic
-    is not defined; such resamples are left out.
+    Tasks are resampled from the 2 x 2 table with half a task added to each cell (Agresti and Min 2005): that no task
+    of a hundred differed does not mean that none ever will.  Resamples on which the statistic is NaN are left out; the
+    value is None where it is NaN itself.
     """
-    x = np.asarray(columns, float)                             # (columns, rows)
-    if x.shape[1] == 0:
+    x, y = np.asarray(first, bool), np.asarray(second, bool)
+    n = len(x)
+    if n == 0:
         return {"value": None, "low": None, "high": None, "n": 0}
-    pick = np.random.default_rng(seed).integers(0, x.shape[1], (draws, x.shape[1]))
-    resampled = [statistic(*x[:, rows].mean(1)) for rows in pick]
-    resampled = [s for s in resampled if not math.isnan(s)]
-    value = statistic(*x.mean(1))
-    low, high = np.percentile(resampled, [2.5, 97.5]).tolist() if resampled else (None, None)
-    return {"value": None if math.isnan(value) else float(value), "low": low, "high": high, "n": x.shape[1]}
+    cells = np.bincount(2 * x + y, minlength=4)                # (0, 0), (0, 1), (1, 0), (1, 1)
+    drawn = np.random.default_rng(seed).multinomial(n, (cells + 0.5) / (n + 2), draws) / n
+    found = [statistic(c[2] + c[3], c[1] + c[3]) for c in drawn.tolist()]
+    low, high = np.percentile([f for f in found if not math.isnan(f)], [2.5, 97.5]).tolist()
+    value = statistic(float(x.mean()), float(y.mean()))
+    return {"value": None if math.isnan(value) else value, "low": low, "high": high, "n": n}
+
+
+def bootstrap_mean(values: Sequence[float], seed: int = 0, draws: int = 2000) -> dict[str, float | None]:
+    """Mean of one number per episode with the 2.5 and 97.5 percentiles over resampled episodes."""
+    x = np.asarray(values, float)
+    if len(x) == 0:
+        return {"value": None, "low": None, "high": None, "n": 0}
+    means = x[np.random.default_rng(seed).integers(0, len(x), (draws, len(x)))].mean(1)
+    low, high = np.percentile(means, [2.5, 97.5]).tolist()
+    return {"value": float(x.mean()), "low": low, "high": high, "n": len(x)}
 
 
 def ratio(a: float, b: float) -> float:
@@ -278,7 +291,7 @@ def imagined(policy: llm.LM, fmt: rollouts.PromptFormat, dream: DreamEnv, world:
         replayed.append(success)
     dreamed = [e.success for e in episodes]
     return {"imagined_success": share(dreamed), "wm2real": share(replayed),
-            "consistency": bootstrap(ratio, replayed, dreamed),
+            "consistency": paired(ratio, replayed, dreamed),
             "imagined_false_success": share([not real for real, said in zip(replayed, dreamed) if said]),
             "failed_declared": share([said for real, said in zip(replayed, dreamed) if not real]),
             "dreamed": dreamed, "replayed": replayed, "replay_transitions": used}
@@ -317,8 +330,11 @@ def on_policy_errors(policy: llm.LM, fmt: rollouts.PromptFormat, dream: DreamEnv
         sums[number] += wrong[-1] + off[-1]
         any_error[number] = max(any_error[number], wrong[-1], off[-1])
     numbers = [number for number, *_ in steps]
+    bound, coupled = bootstrap_mean(sums), share(any_error)
+    if tasks:
+        bound["high"] = max(bound["high"], coupled["high"])    # never below it, though zeros resample to zeros
     return {"real_success": share([e.success for e in episodes]), "eps_P": share(wrong, numbers),
-            "eps_R": share(off, numbers), "bound": bootstrap(float, sums), "coupled_bound": share(any_error),
+            "eps_R": share(off, numbers), "bound": bound, "coupled_bound": coupled,
             "real": [e.success for e in episodes], "rollout_transitions": used[0]}
 
 
@@ -336,8 +352,8 @@ def measure(policy: llm.LM, fmt: rollouts.PromptFormat, dream: DreamEnv, world: 
         found |= balanced_purchases(dream.model, transitions, purchases, rng, renamed="unseen")
     found |= imagined(policy, fmt, dream, world, tasks, **play)
     found |= on_policy_errors(policy, fmt, dream, world, tasks, **play)
-    found["wm2real_over_real"] = bootstrap(ratio, found["replayed"], found["real"])
-    found["gap"] = bootstrap(lambda dreamed, real: dreamed - real, found["dreamed"], found["real"])
+    found["wm2real_over_real"] = paired(ratio, found["replayed"], found["real"])
+    found["gap"] = paired(lambda dreamed, real: dreamed - real, found["dreamed"], found["real"])
     found["real_transitions"] = found["replay_transitions"] + found["rollout_transitions"]
     found["real_episodes"] = 2 * len(tasks)
     return found

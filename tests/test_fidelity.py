@@ -17,7 +17,7 @@ import fidelity
 import mexp
 import rollouts
 from buffer import HashEncoder, ReplayBuffer, validate_file, write_transitions
-from fidelity import bootstrap, ratio, share, wilson
+from fidelity import bootstrap_mean, paired, ratio, share, wilson
 from llm import Sample
 from mexp import Codec, DreamEnv, ExperienceModel, Prediction
 
@@ -102,12 +102,31 @@ def test_share_widens_where_errors_come_in_clusters():
 
 def test_ratios_are_paired():
     dreamed, real = [1, 1, 1, 0] * 25, [1, 1, 0, 0] * 25
-    one = bootstrap(ratio, real, dreamed)
+    one = paired(ratio, real, dreamed)
     assert one["value"] == pytest.approx(2 / 3) and one["low"] < 2 / 3 < one["high"] and one["n"] == 100
-    assert one["high"] - one["low"] < 0.3
-    same = bootstrap(ratio, dreamed, dreamed)                  # paired: no uncertainty about the ratio of equals
-    assert (same["low"], same["value"], same["high"]) == (1, 1, 1)
-    assert bootstrap(ratio, [0, 0], [0, 0]) == {"value": None, "low": None, "high": None, "n": 2}
+    assert one["high"] - one["low"] < 0.25
+    independent = paired(ratio, real, dreamed[2:] + dreamed[:2])               # the same shares, other pairs
+    assert independent["value"] == one["value"] and independent["high"] - independent["low"] > 0.25
+    same = paired(ratio, dreamed, dreamed)                     # no task differs: narrow, but not without any doubt
+    assert same["value"] == 1 and 0.9 < same["low"] < 1 < same["high"] < 1.1
+    assert paired(ratio, [], []) == {"value": None, "low": None, "high": None, "n": 0}
+    assert paired(ratio, [0] * 9, [0] * 9)["value"] is None
+
+
+def test_paired_differences_cover():
+    rng = random.Random(0)
+    hits = 0
+    for number in range(300):
+        pairs = [(rng.random() < 0.9, rng.random()) for _ in range(80)]
+        first, second = [a for a, _ in pairs], [a if u < 0.9 else not a for a, u in pairs]     # differ in a tenth
+        found = paired(lambda a, b: a - b, first, second, seed=number, draws=400)
+        hits += found["low"] <= 0.9 - (0.9 * 0.9 + 0.1 * 0.1) <= found["high"]
+    assert 0.92 < hits / 300 < 0.99
+
+
+def test_mean_of_episodes():
+    one = bootstrap_mean([0, 0, 0, 4] * 30)
+    assert one["value"] == 1 and 0.6 < one["low"] < 1 < one["high"] < 1.4
 
 
 # ------------------------------------------------------------------------------------------------ real transitions
@@ -289,7 +308,7 @@ def test_nothing_of_held_out_tasks_is_ever_retrieved_or_kept(monkeypatch):
 
 
 def test_nan_and_none_are_printed_as_dashes():
-    found = {"consistency": bootstrap(ratio, [0.0], [0.0]), "success_recall": share([])}
+    found = {"consistency": paired(ratio, [0.0], [0.0]), "success_recall": share([])}
     assert fidelity.table(found).count(" - ") == 2 and math.isnan(ratio(1, 0))
 
 
