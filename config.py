@@ -115,6 +115,7 @@ class SftSection(Section):
 class PolicySection(SftSection):
     heads: Literal["constructed", "random"] = "constructed"
     reasoning: bool = True
+    demonstrations: Literal["success", "all"] = "all"
 
 
 class MexpSection(SftSection):

@@ -120,12 +120,15 @@ def training_grammar(world: World, offline: Sequence[Transition]) -> Grammar:
 
 
 class CloningRows:
-    """Rows for behaviour cloning: the steps of successful offline episodes, content words renamed in a share."""
+    """Rows for behaviour cloning, content words renamed in a share: the steps of the offline episodes that succeeded, or
+    (``demonstrations: all``) of all episodes of those who meant well, their mistakes included."""
 
     def __init__(self, offline: Sequence[Transition], grammar: Grammar, fmt: formats.PolicyFormat, rename: float,
-                 reasoning: bool):
+                 reasoning: bool, demonstrations: str):
         won = {t.episode for t in offline if t.success}
-        self.steps = [t for t in offline if t.episode in won and t.next_state != t.state]
+        chosen = [t for t in offline if t.episode.startswith(("expert-", "noisy-"))] if demonstrations == "all" else [
+            t for t in offline if t.episode in won]
+        self.steps = [t for t in chosen if t.next_state != t.state]
         self.grammar, self.fmt, self.rename, self.reasoning = grammar, fmt, rename, reasoning
         self.words = content_words(grammar, self.steps)
 
@@ -155,7 +158,7 @@ def train_backbone(cfg: Config, role: str, folder: Path) -> None:
     lm = new_lm(cfg, role, folder)
     if role == "policy":
         rows = CloningRows(offline, grammar, formats.PolicyFormat(lm, settings.history), settings.rename,
-                           settings.reasoning)
+                           settings.reasoning, settings.demonstrations)
     else:
         codec = new_codec(cfg, grammar, new_buffer(cfg, grammar, world, offline))
         rows = TrainingRows(codec, offline, lm, settings.judged, settings.counterfactual, settings.rename)
