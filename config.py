@@ -101,7 +101,7 @@ class MexpModelSection(ModelSection):
 
 class SftSection(Section):
     """Supervised training, shared by cloning the policy and by the experience model."""
-    steps: Positive = 600
+    steps: Positive = 1000
     batch_tokens: Int = Field(1024, ge=16, le=10**7)
     lr: Rate = 4e-3
     optimizer: Literal["muon", "adamw"] = "muon"
@@ -161,10 +161,10 @@ class RLSection(Section):
     norm_std: bool = True
     epochs: Int = Field(1, ge=1, le=100)
     minibatches: Int = Field(4, ge=1, le=1024)
-    micro_tokens: Int = Field(8192, ge=32, le=10**7)
+    micro_tokens: Int = Field(4096, ge=32, le=10**7)
     max_grad_norm: float = Field(1.0, gt=0, le=1000)
     target_kl: Annotated[float, Field(gt=0, le=100)] | None = None
-    invalid_penalty: Share = 0.01
+    invalid_penalty: Share = 0.2
     loss_denominator: Literal["tokens_of_step", "turns_of_step", "episodes_of_step"] = "tokens_of_step"
     mask_cut: bool = False
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -174,7 +174,7 @@ class RLSection(Section):
     value_epochs: Int = Field(4, ge=1, le=100)
     value_warmup: Count = 2
     value_clip: Annotated[float, Field(gt=0, le=100)] | None = None
-    rename: Share = 0.5
+    rename: Share = 0.25
     reward_source: Literal["model", "rules"] = "model"
     eval_every: Count = 5
     save_every: Positive = 1
@@ -183,6 +183,7 @@ class RLSection(Section):
 class CurriculumSection(Section):
     enabled: bool = True
     lambda_syn: Share = 0.25
+    writer_share: Share = 0.05
     every: Positive = 1
     seeds: Int = Field(1, ge=1, le=64)
     candidates: Int = Field(4, ge=1, le=256)

@@ -48,6 +48,7 @@ PRIOR_WEIGHT = 0.1         # .. and what that counts, in fresh groups
 SHARPNESS = 3              # power of the cosine: many unrelated tasks must not outvote a few similar ones
 FORGET = 0.01              # a group is dropped when the half-life has brought its weight below this
 CLUSTER_ROLLOUTS = 8       # PPO: rollouts of a cluster per iteration, on average
+REASONS = ("malformed", "held_out", "copy", "actions", "unrelated")     # for refusing a candidate, see ``problem``
 BINS = 5                   # of the histogram of V over [0, 0.25]
 
 SELECT_SYSTEM = (
@@ -273,8 +274,7 @@ class Curriculum:
                        "synthetic_share": sum(synthetic) / max(1, len(synthetic))}
         for name, kind in (("success_synthetic", True), ("success_real", False)):
             own = [p for p, s in zip(success, synthetic) if s == kind]
-            if own:
-                self.latest[name] = sum(own) / len(own)
+            self.latest[name] = sum(own) / len(own) if own else None
         width = 0.25 / BINS
         bins = Counter(min(BINS - 1, int(v / width + 1e-9)) for v in variances)
         self.latest |= {f"v_{b * width:.2f}_{(b + 1) * width:.2f}": bins[b] for b in range(BINS)}
@@ -414,8 +414,15 @@ class Curriculum:
     # ---------------------------------------------------------------- seen by a person, saved and restored
     def metrics(self) -> dict[str, float]:
         """Of the last iteration: V (mean, histogram), share of groups with V = 0, share and success of synthetic
-        tasks; since the start: candidates written, accepted and rejected by reason, size of the synthetic pool."""
-        return self.latest | dict(self.counts) | {"synthetic_tasks": len(self.tasks) - len(self.real)}
+        tasks; since the start: candidates written, accepted and rejected by reason, size of the synthetic pool.
+
+        Always the same keys: what the grammar refuses (``counts`` has its reasons) is ``rejected_infeasible``."""
+        rejected = {reason: self.counts[f"rejected_{reason}"] for reason in REASONS}
+        every = sum(n for name, n in self.counts.items() if name.startswith("rejected_"))
+        rejected["infeasible"] = every - sum(rejected.values())
+        return (self.latest | {"written": self.counts["written"], "accepted": self.counts["accepted"]}
+                | {f"rejected_{reason}": n for reason, n in rejected.items()}
+                | {"synthetic_tasks": len(self.tasks) - len(self.real)})
 
     def table(self) -> list[dict]:
         """All tasks, highest V first; V and success are estimates for the current policy."""

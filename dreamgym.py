@@ -33,7 +33,7 @@ import rollouts
 import training
 from buffer import ReplayBuffer, Transition, make_encoder, read_transitions, write_transitions
 from config import Config, UserError
-from curriculum import Curriculum, TaskWriter, graded_stats
+from curriculum import Curriculum, TaskWriter, graded_stats, writer_rows
 from envs import Grammar, Task, World, open_world
 from mexp import (Codec, DreamEnv, ExperienceModel, Renamed, TrainingRows, content_words, random_names, rename)
 from runs import Checkpoints, Interrupt, Progress, Run, Stopped, derive_seed, write_whole
@@ -142,6 +142,16 @@ class CloningRows:
         return llm.Row(prompt, self.fmt.target(action, thought))
 
 
+class Mixture:
+    """Rows of the experience model with a share of rows of the task writer among them."""
+
+    def __init__(self, rows: TrainingRows, writer, share: float):
+        self.rows, self.writer, self.share = rows, writer, share
+
+    def draw(self, rng: random.Random) -> llm.Row:
+        return self.writer(rng) if rng.random() < self.share else self.rows.draw(rng)
+
+
 def train_backbone(cfg: Config, role: str, folder: Path) -> None:
     """Stages ``policy`` and ``mexp``: supervised training, in a process of its own where there is room; resumable.
 
@@ -162,6 +172,9 @@ def train_backbone(cfg: Config, role: str, folder: Path) -> None:
     else:
         codec = new_codec(cfg, grammar, new_buffer(cfg, grammar, world, offline))
         rows = TrainingRows(codec, offline, lm, settings.judged, settings.counterfactual, settings.rename)
+        if cfg.curriculum.enabled:                             # M_task of Eq. 6 is the same weights under another prompt
+            tasks = world.tasks["train"][:cfg.env.train_tasks]
+            rows = Mixture(rows, writer_rows(tasks, grammar, lm, cfg.curriculum.seeds), cfg.curriculum.writer_share)
     if saved:
         lm.load_weights(saved["weights"])
     curve: list[dict] = saved["curve"] if saved else []
