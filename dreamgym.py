@@ -42,7 +42,7 @@ CURVE_EVERY, SFT_SAVE_EVERY = 20, 200      # optimizer steps between points of t
 EVAL_ROWS = 96                             # episodes side by side in an evaluation
 GATE_EPISODES = {"expert": 1, "noisy": 2, "mediocre": 2, "random": 0.4}    # real ones, times eval.validation_tasks
 GATE_PURCHASES = 240                       # of each outcome
-STAGES = ("collect", "policy", "mexp", "dream", "s2r", "real", "eval")
+STAGES = ("collect", "policy", "mexp", "fidelity", "dream", "s2r", "real", "eval")
 RL_STAGES = {"dream": ("dream", "s2r"), "real": ("real",), "both": ("dream", "s2r", "real"), "bc": ()}   # by method
 
 
@@ -422,10 +422,8 @@ class RLJob:
 
 
 # ------------------------------------------------------------------------------------------------ the whole run
-def check_experience_model(cfg: Config, run: Run, force: bool) -> None:
-    """Fidelity on held-out transitions, and the gate: a dream that misjudges purchases teaches the wrong thing."""
-    if (run.path("fidelity.json")).exists():
-        return
+def measure_fidelity(cfg: Config, run: Run) -> None:
+    """Stage ``fidelity``: the experience model on real transitions of validation tasks."""
     world, offline = open_world(cfg.env), read_transitions(run.path("offline.jsonl"))
     grammar = training_grammar(world, offline)
     lm = trained_lm(cfg, "mexp", run.folder)
@@ -437,10 +435,17 @@ def check_experience_model(cfg: Config, run: Run, force: bool) -> None:
         model, held_out, GATE_PURCHASES, random.Random(derive_seed(cfg.run.seed, "gate")))
     write_whole(run.path("fidelity.json"), json.dumps(found, indent=1) + "\n")
     print(fidelity.table(found))
+    run.mark_done("fidelity")
+
+
+def gate(cfg: Config, run: Run) -> None:
+    """A dream that misjudges the end of episodes teaches the wrong thing: refuse it, with an explanation."""
+    found = json.loads(run.path("fidelity.json").read_text())
     bad = [f"{name.replace('_', '-')} rate {found[name]['value'] or 0:.1%} is above mexp.gate_{name} = {limit:.1%}"
-           for name, limit in (("false_success", cfg.mexp.gate_false_success), ("false_failure", cfg.mexp.gate_false_failure))
+           for name, limit in (("false_success", cfg.mexp.gate_false_success),
+                               ("false_failure", cfg.mexp.gate_false_failure))
            if (found[name]["value"] or 0) > limit]
-    if bad and not force:
+    if bad:
         raise UserError(f"the experience model judges too badly to learn in: {'; '.join(bad)}. Train it longer "
                         f"(mexp.steps), give it more data (collect.*), or go on all the same with --force")
 
@@ -480,7 +485,11 @@ def run_all(cfg: Config, reason: str, args: argparse.Namespace) -> None:
             collect(cfg, run)
         pretrain(cfg, run, interrupt)
         if "dream" in RL_STAGES[cfg.run.method]:
-            check_experience_model(cfg, run, args.force)
+            if not run.stage_done("fidelity"):
+                run.resume("fidelity")
+                measure_fidelity(cfg, run)
+            if not args.force:
+                gate(cfg, run)
         for stage in RL_STAGES[cfg.run.method]:
             if not run.stage_done(stage) and (stage != "s2r" or cfg.s2r.transitions):
                 parallel.spmd(train_rl, cfg.run.processes, cfg.run.threads, (cfg, stage, run.folder), (run, interrupt))
