@@ -156,7 +156,7 @@ class RLSection(Section):
     dual_clip: Annotated[float, Field(gt=1, le=1000)] | None = 3.0
     kl_coef: float = Field(0.003, ge=0, le=10)
     kl_in: Literal["loss", "reward", "none"] = "loss"
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] = "k3"
     entropy_coef: float = Field(0.001, ge=0, le=1)
     norm_std: bool = True
     epochs: Int = Field(1, ge=1, le=100)

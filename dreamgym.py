@@ -190,8 +190,8 @@ def train_backbone(cfg: Config, role: str, folder: Path) -> None:
                                     "optimizers": [o.state_dict() for o in metrics["optimizers"]]})
 
     llm.sft(lm, rows.draw, settings.steps, settings.batch_tokens, settings.lr, settings.optimizer,
-            derive_seed(cfg.run.seed, role, "rows"), settings.warmup, settings.prompt_weight, state=saved,
-            on_step=on_step)
+            derive_seed(cfg.run.seed, role, "rows"), settings.warmup, settings.prompt_weight,
+            micro_tokens=cfg.rl.micro_tokens, state=saved, on_step=on_step)
     progress.close()
 
 
@@ -273,6 +273,8 @@ def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, inte
             validation = job.validate()
             if run:
                 run.log(stage, job.iteration, **metrics, **validation, **job.curriculum.metrics())
+                for alarm in rl.alarms(update, job.policy.model.config.vocab_size):
+                    print(f"warning: {stage} {job.iteration}: {alarm}", file=sys.stderr)
                 progress.update(1, success=metrics["success"], kl=metrics["ref_k3"],
                                 **{k: v for k, v in validation.items() if v is not None})
                 if job.iteration % cfg.rl.save_every == 0 or job.finished():
