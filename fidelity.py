@@ -231,13 +231,13 @@ def balanced_purchases(model: ExperienceModel, transitions: Sequence[Transition]
 
     ``false_success``: share of the failures that it declares successful; ``false_failure``: share of the successes
     that it does not.  Balanced, because on steps as they come a judge that always says no looks good.  A failure is a
-    final step without success and, where the environment names the steps that may decide (``Grammar.decides``), such
-    a step that did not.  ``renamed`` = ``"unseen"``: all content words replaced by invented words that no training
-    text holds, the same for the same word; the names of the results then begin with ``unseen_``.
+    final step without success, or a step that may decide (``Grammar.decides``) and did not.  ``renamed`` = ``"unseen"``:
+    all content words replaced by invented words that no training text holds, the same for the same word; the names of
+    the results then begin with ``unseen_``.
     """
     grammar = model.codec.grammar
-    decides = getattr(grammar, "decides", lambda state, action: False)
-    steps = [(q, t) for q, t in zip(queries_of(transitions), transitions) if t.done or decides(t.state, t.action)]
+    steps = [(q, t) for q, t in zip(queries_of(transitions), transitions)
+             if t.done or grammar.decides(t.state, t.action)]
     won, lost = [s for s in steps if s[1].success], [s for s in steps if not s[1].success]
     chosen = rng.sample(won, min(n, len(won))) + rng.sample(lost, min(n, len(lost)))
     queries = [q for q, _ in chosen]

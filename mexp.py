@@ -188,9 +188,10 @@ class DreamEnv:
         """The step as this dream takes it, and its graded score."""
         if p is None:                                          # nothing well-formed came: an end without success
             return Prediction("", "", q.state, True, False), 0.0
-        if p.done and self.reward_source == "rules":
-            checks = [met for *_, met in self.grammar.judge(q.task, q.state)]
-            return replace(p, success=all(checks)), sum(checks) / max(1, len(checks))
+        if self.reward_source == "rules":
+            done, success = self.grammar.outcome(q.task, q.state, q.action, p.next_state)
+            checks = [met for *_, met in self.grammar.judge(q.task, self.grammar.decisive(q.state, p.next_state))]
+            return replace(p, done=done, success=success), sum(checks) / max(1, len(checks)) if done else 0.0
         return p, float(p.success)
 
     def _advance(self, q: Query, predicted: Prediction | None) -> tuple[str, float, bool, bool, dict]:
@@ -266,8 +267,9 @@ class TrainingRows:
         for start in range(0, len(queries), 256):
             demos += codec.retrieve(queries[start:start + 256])
         examples = list(zip(queries, transitions, demos))
-        self.judged = [e for e in examples if e[1].done]
-        self.plain = [e for e in examples if not e[1].done]
+        decides = codec.grammar.decides
+        self.judged = [e for e in examples if e[1].done or decides(e[1].state, e[1].action)]
+        self.plain = [e for e in examples if not (e[1].done or decides(e[1].state, e[1].action))]
         self.judged_share = judged_share if self.judged else 0.0
         self.words = dict.fromkeys(content_words(codec.grammar, transitions))       # in a fixed order
 
@@ -278,7 +280,7 @@ class TrainingRows:
 
     def draw(self, rng: random.Random) -> llm.Row:
         q, t, demos = rng.choice(self.judged if rng.random() < self.judged_share else self.plain)
-        if t.done and rng.random() < self.counterfactual:
+        if self.codec.grammar.decides(t.state, t.action) and rng.random() < self.counterfactual:
             q, t = self._changed(q, t, rng)
         prompt, target = self.codec.prompt(q, demos), self.codec.target(q, t, demos)
         if rng.random() < self.rename:
@@ -309,12 +311,13 @@ class TrainingRows:
 
     def _changed(self, q: Query, t: Transition, rng: random.Random) -> tuple[Query, Transition]:
         grammar = self.codec.grammar
-        task = grammar.counterfactual(q.task, q.state, rng)
+        task = grammar.counterfactual(q.task, grammar.decisive(t.state, t.next_state), rng)
         if task is None:
             return q, t
-        success = all(met for *_, met in grammar.judge(task, q.state))
-        reasoning = grammar.explain(task, q.state, q.action, t.next_state)
-        return replace(q, task=task), replace(t, task=task, success=success, reward=float(success), reasoning=reasoning)
+        done, success = grammar.outcome(task, t.state, t.action, t.next_state)
+        reasoning = grammar.explain(task, t.state, t.action, t.next_state)
+        return replace(q, task=task), replace(t, task=task, done=done, success=success, reward=float(success),
+                                              reasoning=reasoning)
 
 
 class Renamed:

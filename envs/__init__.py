@@ -87,6 +87,15 @@ class Grammar(Protocol):
     def judge(self, task: str, state: str) -> list[tuple[str, str, bool]]:
         """What the task asks, one check each: (wanted, what follows it in the state, met?).  Success = all met."""
 
+    def decides(self, state: str, action: str) -> bool:
+        """May this step fulfil a task?  (WebShop: a purchase; ALFWorld: an object put down, a lamp used.)"""
+
+    def decisive(self, state: str, next_state: str) -> str:
+        """The page that ``judge`` and ``counterfactual`` read on such a step: the one before it or the one after."""
+
+    def outcome(self, task: str, state: str, action: str, next_state: str) -> tuple[bool, bool]:
+        """(done, success) of a step by the rule on the text alone."""
+
     def explain(self, task: str, state: str, action: str, next_state: str) -> str:
         """Reasoning trace R* of one transition in look-up form (teacher ``rules``)."""
 

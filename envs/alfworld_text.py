@@ -612,6 +612,10 @@ class ALFWorldGrammar:
         won = next_state != state and all(met for *_, met in self.judge(task, next_state))
         return won, won
 
+    def decisive(self, state: str, next_state: str) -> str:
+        """The page that decides: the one after the step."""
+        return next_state
+
     def decides(self, state: str, action: str) -> bool:
         """May this step fulfil a task?  Nearly all tasks end with an object put down or a lamp switched on."""
         return commands(parse(state)).get(action, ("nothing",))[0] in ("move", "use")

@@ -465,6 +465,19 @@ class WebShopGrammar:
         checks = self.judge(task, state)
         return bool(checks) and all(fine for _, _, fine in checks)
 
+    def decides(self, state: str, action: str) -> bool:
+        """A purchase, and nothing else, ends an episode and may fulfil a task."""
+        return action == "click buy" and self.kind(state) == "item"
+
+    def decisive(self, state: str, next_state: str) -> str:
+        """The page that decides a purchase: the one it is made on."""
+        return state
+
+    def outcome(self, task: str, state: str, action: str, next_state: str) -> tuple[bool, bool]:
+        """(done, success) by the rule on the text."""
+        done = next_state == "[done]"
+        return done, done and self.met(task, state)
+
     def explain(self, task: str, state: str, action: str, next_state: str) -> str:
         """Trace of one transition: on a purchase every look-up of ``judge``; on an item page what follows the clicked
         word there (``none`` where the page lacks it), then, as elsewhere, one word for what happens."""
