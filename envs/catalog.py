@@ -111,8 +111,8 @@ def _category(rng: random.Random, department: str, name: str, second: str | None
 def _split(rng: random.Random, ins: dict[str, dict]) -> dict[str, str]:
     """One held-out validation product per category, then one or two for the test, so that every category is known.
 
-    Of two products with the same wish at most one is held out: the searches of held-out tasks occur in training, with
-    other options and limits.
+    Of two products with the same wish at most one is held out: the searches of held-out tasks occur in training.  (A
+    held-out goal that a training goal equals in options and limit too is in no split, see ``Stock.split``.)
     """
     asins = list(ins)
     split = dict.fromkeys(asins, "train")

@@ -136,11 +136,14 @@ class JsonFile:
                 value, end = decode(self._text, self._at)
             except _DuplicateKey as error:
                 self._fail(f"key {str(error)!r} occurs twice")
-            except ValueError as error:
+            except RecursionError:
+                self._fail("nested too deeply")
+            except ValueError as error:                        # JSONDecodeError, or a number of thousands of digits
+                problem = getattr(error, "msg", "a number that is too long")
                 if len(self._text) - self._at > _LARGEST:
-                    self._fail(f"malformed JSON: {error.msg}")
+                    self._fail(f"malformed JSON: {problem}")
                 if not self._more():
-                    self._fail(f"malformed or truncated JSON: {error.msg}")
+                    self._fail(f"malformed or truncated JSON: {problem}")
             else:
                 self._advance(end)
                 return value

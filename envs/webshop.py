@@ -422,7 +422,7 @@ class WebShopEnv:
         session = self.session
         if session.kind == "results":
             asins = [session.shop.asins[row].lower() for row in session.shown]
-            if word.isdecimal() and 0 < int(word) <= len(asins):
+            if re.fullmatch(r"[1-9]\d?", word, re.ASCII) and int(word) <= len(asins):
                 return asins[int(word) - 1]
             return next((asin for asin in asins if option_word(asin) == word), BUTTONS.get(word))
         if session.kind == "item":
@@ -440,8 +440,12 @@ def open_world(cfg) -> World:
     shop = Shop.load(cfg.data, cfg.human_goals) if cfg.data else Shop.invented(cfg.catalog_seed)
     env = WebShopEnv(shop, cfg.max_steps)
     grammar = lru_cache(maxsize=1)(lambda: catalog.training_grammar(shop))      # only collecting data needs it
-    return World(make=lambda: WebShopEnv(shop, cfg.max_steps),
-                 tasks={split: env.tasks(split) for split in ("train", "validation", "test")},
+    tasks = {split: env.tasks(split) for split in ("train", "validation", "test")}
+    for split, found in tasks.items():
+        if not found:
+            raise UserError(f"env.data: {len(shop)} goals leave none for {split}; the published positions are test 0-499, "
+                            f"validation 500-1499, train from 1500")
+    return World(make=lambda: WebShopEnv(shop, cfg.max_steps), tasks=tasks,
                  grammar=WebShopGrammar, scripted=lambda name: policy(name, grammar()),
                  rules=lambda split: catalog.rule_baselines(shop, split))
 
@@ -477,12 +481,22 @@ def bench(make_shop, seconds: float = 3.0) -> None:
     print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
 
 
+def read_line() -> str:
+    """A line of input without its spaces; empty at the end of input."""
+    try:
+        return input("\n> ").strip()
+    except EOFError:
+        return ""
+
+
 def play(shop: Shop, goal: int) -> None:
     """Shop by hand: abstract or original actions, an empty line ends."""
+    if not 0 <= goal < len(shop):
+        raise UserError(f"--goal {goal}: this shop has the goals 0 to {len(shop) - 1}")
     env = WebShopEnv(shop, max_steps=100)
     task = env.task(goal, "train")
     print(f"{shop.goal(goal).instruction_text}\n\n{task.text}\n\n{env.reset(task)}")
-    while not env.over and (action := input("\n> ").strip()):
+    while not env.over and (action := read_line()):
         state, _, _, _, info = env.step(action)
         print("nothing happens; possible: " + ", ".join(env.admissible()) if info["invalid"] else state)
     if env.session.info:
@@ -503,6 +517,8 @@ def main(arguments: list[str] | None = None) -> int:
     def make_shop() -> Shop:
         return Shop.load(options.data, options.human) if options.data else Shop.invented()
     try:
+        if options.human and not options.data:
+            raise UserError("--human: goals written by people need --data FOLDER")
         if options.nouns:
             print(write_nouns(options.data or "."))
         elif options.bench:

@@ -28,6 +28,7 @@ from envs.bm25 import BM25
 from envs.records import JsonFile, Records
 
 NO_LIMIT = 1000000                              # an int where drawn limits are floats, as in the original
+MOST_COMBINATIONS = 10**6       # of the option values of one product, each a goal
 PUBLISHED = {"test": (0, 500), "validation": (500, 1500), "train": (1500, None)}    # by position in the goal list
 RESERVED = {"search", "buy now", "back to search", "< prev", "next >", "description", "features", "reviews",
             "attributes"}                       # texts of buttons
@@ -99,6 +100,8 @@ def read_price(pricing: str | None, where: str) -> tuple[list[float], str]:
     try:
         prices = [float(Decimal(re.sub(r"[^\d.]", "", piece))) for piece in pricing.split("$")[1:]]
         prices[0]
+        if not all(0.001 <= price < 1e9 for price in prices[:2]):
+            raise InvalidOperation
     except (AttributeError, InvalidOperation, IndexError):
         raise UserError(f"{where}: 'pricing' must hold amounts like $12.50, not {pricing!r:.60}") from None
     return prices[:2], f"${prices[0]}" if len(prices) == 1 else f"${prices[0]} to ${prices[1]}"
@@ -198,7 +201,11 @@ class Stock:
             self._noun.append(nouns[product.name])
             self._ins_record.append(ins.get(asin, -1))
             self._human_record.append(human.get(asin, -1))
-            self._combinations.append(math.prod(len(values) for values in product.options.values()))
+            combinations = math.prod(len(values) for values in product.options.values())
+            if combinations > MOST_COMBINATIONS:
+                raise UserError(f"{where}: 'customization_options' give {combinations:.1e} combinations, more than "
+                                f"{MOST_COMBINATIONS:,}")
+            self._combinations.append(combinations)
             lows.append(product.prices[0])
             highs.append(product.prices[1] if len(product.prices) > 1 else math.nan)
             self._queries.setdefault(product.query, array("i")).append(row)
@@ -315,13 +322,23 @@ class Stock:
             raise ValueError(f"unknown split {name!r}; known: {', '.join(PUBLISHED)}")
         if self._split_of is not None:
             wanted = np.array([self._split_of[asin] == name for asin in self.asins])
-            return np.flatnonzero(wanted[self._goal_rows]).tolist()
+            goals = np.flatnonzero(wanted[self._goal_rows]).tolist()
+            # What another split asks for in all parts is no held-out task, whichever product it is about.
+            before = {"train": (), "validation": ("train",), "test": ("train", "validation")}[name]
+            seen = {self._wish(index) for split in before for index in self.split(split)}
+            return [index for index in goals if self._wish(index) not in seen] if seen else goals
         first, end = PUBLISHED[name]
         indices = np.arange(len(self))[first:end]
         if self._by_product:
             taken = {"test": 0, "validation": 500, "train": 1500}[name]     # goals of the splits that come first
             indices = indices[~np.isin(self._goal_rows[indices], self._goal_rows[:taken])]
         return indices.tolist()
+
+    def _wish(self, index: int) -> tuple:
+        """What a goal asks for, whatever its product: query, attributes, options, limit."""
+        goal = self.goal(index)
+        options = goal.goal_options.items() if isinstance(goal.goal_options, dict) else goal.goal_options
+        return goal.query, frozenset(goal.attributes), frozenset(options), goal.price_upper
 
     def find(self, words: list[str], rng: random.Random) -> Sequence[int] | None:
         """Rows of the products that a search lists; None where the original breaks down (``<a>``, ``<c>`` alone).

@@ -53,6 +53,8 @@ def test_a_file_cut_anywhere_is_an_error(tmp_path):
     ('[{"a": 1, "b": 2, "a": 3}]', list, "key 'a' occurs twice"),
     ('{"x": {"y": [{"a": 1, "a": 1}]}}', dict, "key 'a' occurs twice"),
     (b'["\xff\xfe"]', list, "not UTF-8"),
+    ("[" + "1" * 5000 + "]", list, "a number that is too long"),
+    ("[" * 200_000, list, "nested too deeply"),
 ])
 def test_malformed_files(tmp_path, text, kind, problem):
     with pytest.raises(UserError, match=problem) as caught:

@@ -329,7 +329,8 @@ def test_weighted_draw_is_off_by_one():
     ({"products": [record("A", product_category=None)]}, "'product_category'"),
     ({"products": [record("A", full_description=["x"])]}, "'full_description'"),
     ({"products": [record("A", small_description=[None])]}, "'small_description'"),
-    *(({"products": [record("A", pricing=wrong)]}, "'pricing'") for wrong in ("12.50", "$", 12.5, "$1.2.3", ["$1"])),
+    *(({"products": [record("A", pricing=wrong)]}, "'pricing'") for wrong in ("12.50", "$", 12.5, "$1.2.3", ["$1"], "$0.00001", "$" + "9" * 400)),
+    ({"products": [record("A", options={f"o{i}": values(*map(str, range(100))) for i in range(12)})]}, "combinations"),
     ({"products": [record("A", options=["red"])]}, "'customization_options'"),
     ({"products": [record("A", options={"Color": ["red"]})]}, "'customization_options'"),
     ({"products": [record("A", options={"Color": [{"image": ""}]})]}, "'customization_options'"),
@@ -708,6 +709,23 @@ def test_building_and_playing_leave_the_global_generator_alone():
     start(shops[0], "search[<r>]", "search[oak]", "click[a1]", "click[buy now]")
     assert random.getstate() == before
     assert shops[0].prices == shops[1].prices != shops[2].prices and goals(shops[0]) == goals(shops[1])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_held_out_task_is_asked_for_in_another_split(seed):
+    """Two products may share a wish; then options or limit differ, or the held-out goal is in no split."""
+    env = WebShopEnv(Shop.invented(seed))
+    texts = {split: {task.text for task in env.tasks(split)} for split in ("train", "validation", "test")}
+    assert len(texts["test"]) >= 200 and len(texts["validation"]) >= 100
+    assert not texts["train"] & texts["validation"] and not (texts["train"] | texts["validation"]) & texts["test"]
+
+
+def test_odd_numbers_are_invalid_and_never_raise():
+    env = WebShopEnv(Shop.invented(0))
+    env.reset(env.tasks("train")[0])
+    state, *_ = env.step("search wool sweater")
+    for word in ("1" * 5000, "\u0661", "01", "0", "11", "-1", "1.0"):
+        assert env.step(f"click {word}")[0] == state and env.step(f"click {word}")[4]["invalid"]
 
 
 def test_published_splits_by_product():

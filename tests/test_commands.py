@@ -1,0 +1,130 @@
+"""The small commands: what they print, what they leave on disk, and one clear line for every mistake.
+
+    python -m pytest -q tests/test_commands.py
+"""
+import argparse
+import builtins
+import json
+
+import pytest
+
+import commands
+import config
+import small_run
+from config import UserError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return small_run.make(tmp_path_factory.mktemp("runs") / "s0")
+
+
+def call(*words):
+    """Exit code of a command line, as dreamgym.py would run it."""
+    parser = argparse.ArgumentParser()
+    commands.add_parsers(parser.add_subparsers(required=True))
+    args = parser.parse_args([str(w) for w in words])
+    return config.run_main(lambda: args.run(args))
+
+
+def test_report_and_show(folder, capsys, tmp_path):
+    assert call("report", folder) == 0 and (folder / "report.html").stat().st_size > 20_000
+    assert "report.html" in capsys.readouterr().out
+    assert call("report", folder, "--out", tmp_path / "r.html") == 0 and (tmp_path / "r.html").exists()
+    assert call("show", folder, "--episode", "-1") == 0
+    assert "episode dream-2-0/1" in capsys.readouterr().out
+
+
+def test_tasks(folder, capsys):
+    assert call("tasks", folder) == 0
+    first, head, *rows = capsys.readouterr().out.splitlines()
+    assert "after iteration 3: 1,398 training tasks and 0 synthetic" in first and len(rows) == 1398
+    assert head.split() == ["task", "parent", "visits", "V", "success", "text"] and rows[0].startswith("webshop-")
+
+
+def test_validate(folder, capsys, tmp_path):
+    assert call("validate", folder / "offline.jsonl") == 0
+    assert "in 16 episodes, all fine" in capsys.readouterr().out
+    lines = (folder / "offline.jsonl").read_text().splitlines()
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("\n".join([lines[0].replace('"reward": 0.0', '"reward": "much"'), *lines[1:3], "{"]) + "\n")
+    assert call("validate", bad) == 2
+    found = capsys.readouterr().out.splitlines()
+    assert found[0].startswith("line 1: reward: expected float") and found[-1].startswith("line 4: no JSON")
+
+
+def test_eval_is_repeatable_and_on_disk(folder, capsys):
+    assert call("eval", folder, "--temperature", "1") == 0
+    shown = capsys.readouterr().out
+    path = folder / "eval-dream-test-T1.json"
+    first = json.loads(path.read_text())
+    assert first["stage"] == "dream" and first["step"] == 3 and len(first["sampled"]["outcomes"]) == 3
+    low, high = first["greedy"]["interval"]
+    success = first["greedy"]["success"]
+    assert 0 <= low <= success + 1e-9 and success <= high <= 1 and "95 % interval" in shown
+    assert call("eval", folder, "--temperature", "1") == 0 and json.loads(path.read_text()) == first
+    assert call("eval", folder, "--stage", "policy", "--split", "validation") == 0
+    assert len(json.loads((folder / "eval-policy-validation-T0.4.json").read_text())["greedy"]["outcomes"]) == 2
+
+
+def test_play_in_both_worlds(folder, capsys, monkeypatch):
+    task = "webshop-2"                                         # the actions only have to be possible
+    typed = iter(["1", "search chair", "click 1", "click buy"])
+    monkeypatch.setattr(builtins, "input", lambda _: next(typed))
+    assert call("play", "--config", small_run.CONFIG, "--profile", "smoke", "--task", task) == 0
+    shown = capsys.readouterr().out
+    assert "type it out: search <words>" in shown and "[item]" in shown and "reward 0" in shown
+    typed = iter(["search chair"])
+    assert call("play", "--dream", folder, "--task", task) == 0         # an untrained model ends it at once
+    assert "a dream of" in capsys.readouterr().out
+    typed = iter([""])
+    assert call("play", "--dream", folder) == 0
+
+
+@pytest.mark.parametrize("words, message", [
+    (("show", "nope"), "no such folder"), (("report", "."), "no run folder"), (("tasks", "nope"), "no such folder"),
+    (("validate", "nope.jsonl"), "cannot read nope.jsonl"), (("eval", "RUN", "--stage", "s2r"), "it has dream, policy"),
+    (("eval", "RUN", "--temperature", "-1"), "between 0 and 5"), (("play",), "--config FILE"),
+    (("play", "--dream", "RUN", "--task", "x"), "no such task"), (("show", "RUN", "--episode", "x"), "no episode x"),
+    (("report", "RUN", "--out", "nope/r.html"), "no such folder")])
+def test_mistakes_are_one_line(folder, capsys, words, message):
+    assert call(*(folder if w == "RUN" else w for w in words)) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_no_checkpoint_yet(folder, tmp_path):
+    (tmp_path / "config.yaml").write_text((folder / "config.yaml").read_text())
+    with pytest.raises(UserError, match="no checkpoint of stage dream or real yet"):
+        commands.newest_stage(tmp_path, ("dream", "real"))
+
+
+def test_dry_run(capsys, tmp_path):
+    cfg, _ = config.load(small_run.CONFIG, "smoke", [f"run.out={tmp_path / 'out'}"])
+    commands.dry_run(cfg)
+    shown = capsys.readouterr().out
+    for part in ("4 tasks x 4 = 16 episodes", "parameters", "KV cache", "first prompt of the policy:\n<task> ",
+                 "first prompt of the experience model:\n"):
+        assert part in shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_expected_time_follows_the_sizes(monkeypatch):
+    def seconds(*overrides, profile="cpu"):
+        return commands.expected(config.load(small_run.CONFIG, profile, overrides)[0])
+
+    whole = seconds()
+    assert 120 < sum(whole.values()) < 1800
+    assert seconds("rl.iterations=40")["RL in the dream"] > 1.7 * whole["RL in the dream"]
+    assert seconds("run.processes=1")["evaluation"] > whole["evaluation"]
+    assert "RL in the dream" not in seconds("run.method=bc")
+    assert sum(seconds(profile="smoke").values()) < 90
+    monkeypatch.setattr(commands, "speed", lambda processes: commands.REFERENCE / 2)
+    assert "not known" in commands.estimate(config.load(small_run.CONFIG, "smollm2")[0])
+    text = commands.estimate(config.load(small_run.CONFIG, "cpu")[0])
+    assert commands.clock(2 * sum(whole.values())) in text
+    assert [commands.clock(s) for s in (12.4, 600, 7200)] == ["12 s", "10 min", "2.0 h"]
+
+
+def test_speed_is_measured_quickly():
+    assert 1e8 < commands.speed(2) < 1e13
