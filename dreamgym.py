@@ -23,6 +23,7 @@ from typing import Sequence
 import torch
 
 import backbones
+import commands
 import config
 import fidelity
 import formats
@@ -480,7 +481,7 @@ def run_all(cfg: Config, reason: str, args: argparse.Namespace) -> None:
     started = time.time()
     with Interrupt() as interrupt, Run.open(cfg, reason, sys.argv, STAGES, restart=args.restart) as run:
         print(f"run folder {run.folder}; profile {reason}")
-        print(estimate(cfg))
+        print(commands.estimate(cfg))
         torch.set_num_threads(cfg.run.threads)
         if not run.stage_done("collect"):
             run.resume("collect")
@@ -516,10 +517,6 @@ def truncate(path: Path, size: int) -> None:
         file.truncate(size)
 
 
-def estimate(cfg: Config) -> str:
-    return ""
-
-
 def results_table(results: dict, run: Run) -> str:
     """The table that the run ends with: real success on the test tasks, Wilson 95 % intervals, real transitions."""
     ledger = run.ledger.transitions
@@ -542,23 +539,30 @@ def results_table(results: dict, run: Run) -> str:
 # ------------------------------------------------------------------------------------------------ command line
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python dreamgym.py", description=__doc__.split("\n\n")[0])
-    p.add_argument("--config", metavar="FILE", help="configuration, e.g. configs/webshop.yaml")
-    p.add_argument("--profile", metavar="NAME", help="profile of the configuration (default: chosen by hardware)")
-    p.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
-                   help="override one value, e.g. --set rl.lr=1e-5; repeatable")
-    p.add_argument("--method", choices=tuple(RL_STAGES), help="short for --set run.method=..")
-    p.add_argument("--from", metavar="STAGE", dest="restart", help=f"repeat from this stage on ({', '.join(STAGES)})")
-    p.add_argument("--force", action="store_true", help="go on though the experience model fails its gate")
-    p.add_argument("--dry-run", action="store_true", help="build everything, print sizes and the first prompt, stop")
+    run = p.add_argument_group("the whole method")
+    run.add_argument("--config", metavar="FILE", help="configuration, e.g. configs/webshop.yaml")
+    run.add_argument("--profile", metavar="NAME", help="profile of the configuration (default: chosen by hardware)")
+    run.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
+                     help="override one value, e.g. --set rl.lr=1e-5; repeatable")
+    run.add_argument("--method", choices=tuple(RL_STAGES), help="short for --set run.method=..")
+    run.add_argument("--from", metavar="STAGE", dest="restart", help=f"repeat from this stage on ({', '.join(STAGES)})")
+    run.add_argument("--force", action="store_true", help="go on though the experience model fails its gate")
+    run.add_argument("--dry-run", action="store_true", help="build everything, print sizes and the first prompts, stop")
+    commands.add_parsers(p.add_subparsers(title="small commands", metavar="COMMAND"))
     return p
 
 
 def main() -> int:
     args = parser().parse_args()
+    if hasattr(args, "run"):
+        return args.run(args)
     if not args.config:
         raise UserError("no --config; for example: python dreamgym.py --config configs/webshop.yaml")
     overrides = args.overrides + ([f"run.method={args.method}"] if args.method else [])
     cfg, reason = config.load(args.config, args.profile, overrides)
+    if args.dry_run:
+        commands.dry_run(cfg)
+        return 0
     try:
         run_all(cfg, reason, args)
     except Stopped:
