@@ -97,8 +97,8 @@ def tasks_command(args: argparse.Namespace) -> int:
     rows = pool.table()
     synthetic = sum(row["parent"] is not None for row in rows)
     put(itertools.chain(
-        [f"after iteration {step}: {len(rows) - synthetic:,} training tasks and {synthetic:,} synthetic ones; V (Eq. 7) "
-         "and success are estimates for the policy of now", f"{'task':14} {'parent':14} {'visits':>6} {'V':>6} "
+        [f"after iteration {step}: {len(rows) - synthetic:,} training tasks and {synthetic:,} synthetic ones; V (Eq. "
+         "7) and success are estimates for the policy of now", f"{'task':14} {'parent':14} {'visits':>6} {'V':>6} "
          f"{'success':>7}  text"],
         (report.printable(f"{row['id']:14} {row['parent'] or '-':14} {row['visits']:6} {row['V']:6.3f} "
                           f"{row['success']:7.2f}  {row['text']}") for row in rows)))
@@ -112,7 +112,8 @@ def validate_command(args: argparse.Namespace) -> int:
     if problems:
         return 2
     transitions = read_transitions(args.file)
-    print(f"{args.file}: {len(transitions):,} transitions in {len({t.episode for t in transitions}):,} episodes, all fine")
+    episodes = len({t.episode for t in transitions})
+    print(f"{args.file}: {len(transitions):,} transitions in {episodes:,} episodes, all fine")
     return 0
 
 
@@ -141,7 +142,8 @@ def eval_command(args: argparse.Namespace) -> int:
     if args.split == "validation" and not cfg.eval.validation_tasks:
         raise UserError("--split validation: the run has eval.validation_tasks = 0")
     torch.set_num_threads(cfg.run.threads)
-    found = parallel.spmd(measure, cfg.run.processes, cfg.run.threads, (cfg, args.folder, stage, args.split, temperature))
+    found = parallel.spmd(measure, cfg.run.processes, cfg.run.threads,
+                          (cfg, args.folder, stage, args.split, temperature))
     step = Checkpoints(args.folder / "checkpoints" / stage, 1).steps()[-1]
     path = args.folder / f"eval-{stage}-{args.split}-T{temperature:g}.json"
     write_whole(path, json.dumps({"stage": stage, "step": step, "split": args.split} | found, indent=1) + "\n")
@@ -223,7 +225,8 @@ def dry_run(cfg: Config) -> None:
     world = open_world(cfg.env)
     counts = dict(cfg.collect)
     print(f"{cfg.env.name}: {', '.join(f'{len(tasks):,} {split} tasks' for split, tasks in world.tasks.items())}\n"
-          f"offline data: {sum(counts.values()):,} episodes ({', '.join(f'{n:,} {name}' for name, n in counts.items())})\n"
+          f"offline data: {sum(counts.values()):,} episodes "
+          f"({', '.join(f'{n:,} {name}' for name, n in counts.items())})\n"
           f"supervised training: policy {cfg.policy.steps:,} x {cfg.policy.batch_tokens:,} tokens"
           + (f", experience model {cfg.mexp.steps:,} x {cfg.mexp.batch_tokens:,} tokens" if dreaming else "") +
           f"\nRL: {cfg.rl.iterations:,} iterations of {cfg.rl.tasks_per_step:,} tasks x {cfg.rl.group_size:,} = "
@@ -371,7 +374,9 @@ def estimate(cfg: Config) -> str:
 
 
 def clock(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 # ------------------------------------------------------------------------------------------------ command line
@@ -383,7 +388,8 @@ def add_parsers(subparsers) -> None:
         return p
 
     p = command("report", report_command, "write one HTML file about one or several runs")
-    p.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; runs that differ in their seed are one curve")
+    p.add_argument("runs", type=Path, nargs="+", metavar="RUN",
+                   help="run folder; runs that differ in their seed are one curve")
     p.add_argument("--out", type=Path, metavar="FILE", help="default: report.html, in the folder of a single run")
     p = command("show", show_command, "print one trajectory, dreamed beside real")
     p.add_argument("folder", type=Path, metavar="RUN")

@@ -8,7 +8,7 @@ else.  It opens from disk, and a policy in its head forbids it to load anything.
 escaped where it stands in the page, and set as text where the script shows it.
 
 Runs that differ in nothing but their seed are one method: their curves are means over the seeds with a 95 %
-t-interval.  With one seed only shares over independent tasks have a band, the Wilson interval of these tasks.
+t-interval.  Shares over independent tasks have at least the Wilson interval of these tasks, with one seed too.
 
 An episode shows what the policy saw.  The files keep transitions only, so two things are made again from them: the
 demonstrations, by filling the replay buffer as the run did (it is deterministic), and the real counterpart of a
@@ -150,14 +150,18 @@ def differences(a: RunData, b: RunData) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------ means and bands
 def band(values: Sequence[float], tasks: int = 0) -> tuple[float, float | None, float | None]:
-    """(mean, low, high) over seeds: 95 % t-interval; of one seed the Wilson interval over ``tasks``, or no band."""
+    """(mean, low, high) over seeds: 95 % t-interval; of one seed the Wilson interval over ``tasks``, or no band.
+
+    Few seeds may agree by chance, so the band of a share is never narrower than the Wilson interval.
+    """
     n = len(values)
     mean = sum(values) / n
+    low, high = fidelity.wilson(mean * tasks, tasks) if tasks else (mean, mean)
     if n == 1:
-        return (mean, *fidelity.wilson(mean * tasks, tasks)) if tasks else (mean, None, None)
+        return (mean, low, high) if tasks else (mean, None, None)
     deviation = (sum((v - mean) ** 2 for v in values) / (n - 1)) ** 0.5
     half = float(stdtrit(n - 1, 0.975)) * deviation / n ** 0.5
-    return mean, mean - half, mean + half
+    return mean, min(low, mean - half), max(high, mean + half)
 
 
 @dataclass
@@ -219,7 +223,8 @@ def chart(title: str, series: Sequence[Series], top: float | None = None, x_labe
             if len(banded) == 1:                                # a single point: a bar
                 (at, above), (_, below) = outline
                 outline = [(at - 3, above), (at + 3, above), (at + 3, below), (at - 3, below)]
-            parts.append(f'<polygon class="band {colour}" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in outline)}" />')
+            corners = " ".join(f"{a:.1f},{b:.1f}" for a, b in outline)
+            parts.append(f'<polygon class="band {colour}" points="{corners}" />')
         line = " ".join(f"{x(p[0]):.1f},{y(p[1]):.1f}" for p in s.points)
         parts.append(f'<polyline class="line {colour}" points="{line}" />')
         radius = 3 if len(s.points) <= 15 else 1.5
@@ -270,14 +275,14 @@ def results_table(groups: Sequence[tuple[str, list[RunData]]]) -> str:
             for how in ("greedy", "sampled", "t1"):
                 values = [r["policies"][label][how]["success"] for r in finished if label in r["policies"]]
                 mean, low, high = band(values, finished[0]["tasks"])
-                cells.append(interval(mean, None if low is None else max(0.0, low), None if high is None else min(1.0, high)))
-            rows.append([POLICIES.get(label, label), name, *cells, str(len(finished))])
+                cells.append(interval(mean, max(0.0, low), min(1.0, high)))
+            rows.append([POLICIES.get(label, label), *cells, str(len(values)), name])
         for rule, rate in (finished[0]["rules"] if finished else {}).items():
-            rows.append([f"rule: {rule}", name, interval(rate, None, None), "–", "–", ""])
+            rows.append([f"rule: {rule}", interval(rate, None, None), "–", "–", "", name])
     if not rows:
         return "<p class=quiet>No run has finished its evaluation yet.</p>"
     temperature = groups[0][1][0].cfg.eval.temperature
-    return table(["policy", "run", "greedy", f"T = {temperature:g}", "T = 1", "seeds"], rows)
+    return table(["policy", "greedy", f"T = {temperature:g}", "T = 1", "seeds", "runs"], rows)
 
 
 def fidelity_table(runs: Sequence[RunData]) -> str:
@@ -305,7 +310,8 @@ def ledger_table(runs: Sequence[RunData]) -> str:
     rows = [[f"{purpose}{' (trains)' if purpose in Ledger.TRAINING else ''}",
              *(f"{run.ledger['transitions'].get(purpose, 0):,}" for run in runs)] for purpose in Ledger.PURPOSES]
     total = [sum(run.ledger["transitions"].get(p, 0) for p in Ledger.TRAINING) for run in runs]
-    return table(["real transitions", *(run.name for run in runs)], [*rows, ["training in all", *(f"{n:,}" for n in total)]])
+    rows.append(["training in all", *(f"{n:,}" for n in total)])
+    return table(["real transitions", *(run.name for run in runs)], rows)
 
 
 # ------------------------------------------------------------------------------------------------ episodes
@@ -334,18 +340,16 @@ class Episodes:
                 except ValueError as error:
                     raise UserError(f"{self.folder / name} line {number}: {str(error).removeprefix(': ')}") from None
                 grouped.setdefault(t.episode, []).append(t)
-        self._world: World | None = None
+        self.world: World | None = None
         self.replayed = 0                                       # real transitions that replays have cost
 
-    @property
-    def world(self) -> World:
+    def open_world(self) -> World:
         if self.missing:
             raise UserError(self.missing)
-        if self._world is None:
-            self._world = open_world(self.cfg.env)
-            self.env = self._world.make()
-            self.tasks = {t.id: t for t in self._world.tasks["train"]}
-        return self._world
+        if self.world is None:
+            self.world = open_world(self.cfg.env)
+            self.env, self.tasks = self.world.make(), {t.id: t for t in self.world.tasks["train"]}
+        return self.world
 
     def find(self, wanted: str) -> list[Transition]:
         """An episode by its id, or by its number among the dreamed ones (or, without any, among the real ones):
@@ -360,7 +364,8 @@ class Episodes:
             number = int(wanted)
         except ValueError:
             near = difflib.get_close_matches(wanted, [i for e in self.by_file.values() for i in e], 1, 0.5)
-            raise UserError(f"{self.folder}: no episode {wanted}" + (f"; did you mean {near[0]}?" if near else "")) from None
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"{self.folder}: no episode {wanted}{hint}") from None
         if not 1 <= abs(number) <= len(kept):
             raise UserError(f"{self.folder}: no episode {number}; it holds 1 to {len(kept):,}, -1 is the last")
         return list(kept.values())[number - 1 if number > 0 else number]
@@ -373,8 +378,9 @@ class Episodes:
         for episode in episodes:
             wanted.setdefault(iteration(episode), []).append(episode)
         offline = read_transitions(self.folder / "offline.jsonl")
-        grammar = dreamgym.training_grammar(self.world, offline)
-        buffer = dreamgym.new_buffer(self.cfg, grammar, self.world, offline)
+        world = self.open_world()
+        grammar = dreamgym.training_grammar(world, offline)
+        buffer = dreamgym.new_buffer(self.cfg, grammar, world, offline)
         shown: dict[str, list[list[Transition]]] = {}
         dreams = [Transition.from_json(line) for line in whole_lines(self.folder / "dream.jsonl")]
         for at, group in itertools.groupby(dreams, key=lambda t: int(t.episode.split("-")[1])):
@@ -389,7 +395,7 @@ class Episodes:
 
     def replay(self, episode: list[Transition]) -> list[Replayed] | None:
         """The same actions in the real environment, as far as its episode goes; None for a task without a real goal."""
-        world = self.world
+        self.open_world()
         task: Task | None = self.tasks.get(episode[0].task_id)
         if task is None:
             return None
@@ -464,10 +470,11 @@ def episode_data(episode: list[Transition], run: str, demos: list[list[Transitio
                       "realReward": float(real.success) if real else 0,
                       "realEnd": outcome(real.success, True) if real and real.done else "",
                       "demos": [{"from": d.episode, "state": d.state, "action": d.action, "next": d.next_state,
-                                 "end": outcome(d.success, True) if d.done else ""} for d in (demos[i] if demos else [])]})
+                                 "end": outcome(d.success, True) if d.done else ""}
+                                for d in (demos[i] if demos else [])]})
     disagrees = bool(replayed) and (replayed[-1].success != last.success)
-    return {"id": first.episode, "run": run, "dreamed": dreamed, "label": label, "task": first.task, "taskId": first.task_id,
-            "kind": "real" if not dreamed else "disagrees" if disagrees else said, "turns": turns,
+    return {"id": first.episode, "run": run, "dreamed": dreamed, "label": label, "task": first.task,
+            "taskId": first.task_id, "kind": "real" if not dreamed else "disagrees" if disagrees else said, "turns": turns,
             "replayed": replayed is not None}
 
 
@@ -509,7 +516,8 @@ p { max-width: 75ch } .quiet { color: var(--soft) } .wide { overflow-x: auto }
 figure { margin: 0; padding: 12px; background: var(--panel); border-radius: 8px; min-width: 0 }
 svg { display: block; width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: var(--soft) }
 .legend { display: flex; flex-wrap: wrap; gap: 0 14px; font-size: .85rem; color: var(--soft) }
-.key { display: inline-block; width: 14px; height: 3px; margin-right: 5px; vertical-align: middle; background: var(--c) }
+.key { display: inline-block; width: 14px; height: 3px; margin-right: 5px; vertical-align: middle;
+  background: var(--c) }
 .grid { stroke: var(--rule) } .line { fill: none; stroke: var(--c); stroke-width: 2 } .dot { fill: var(--c) }
 .band { fill: var(--c); opacity: .16 }
 .c0 { --c: var(--c0) } .c1 { --c: var(--c1) } .c2 { --c: var(--c2) } .c3 { --c: var(--c3) } .c4 { --c: var(--c4) }
@@ -566,7 +574,7 @@ const show = () => {
       const fold = add(turn, 'details', '', '')
       add(fold, 'summary', '', 'Retrieved demonstrations (' + t.demos.length + ')')
       t.demos.forEach(d => block(fold, 'from ' + d.from + ': ' + d.action + (d.end ? ', ' + d.end : ''),
-        [[d.state, false], ['\\u2192', true], [d.next, false]]))
+        [[d.state, false], ['\\u2192', false], [d.next, false]]))
     }
     if (t.think) block(turn, e.dreamed ? 'reasoning of the experience model' : 'reasoning trace', [[t.think, false]])
     const pair = add(turn, 'div', 'pair', '')
@@ -619,15 +627,16 @@ def page(runs: Sequence[RunData]) -> str:
     return f"""<!doctype html>
 <html lang=en><meta charset=utf-8>
 <meta name=viewport content="width=device-width, initial-scale=1">
-<meta http-equiv=Content-Security-Policy content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<meta http-equiv=Content-Security-Policy
+ content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
 <title>DreamGym: {escape(", ".join(run.name for run in runs))}</title>
 <style>{STYLE}</style>
 <h1>DreamGym report</h1>
 <p>{escape("; ".join(describe(run) for run in runs))}</p>
 <h2>Real success on held-out test tasks</h2>{results_table(groups)}
-<p class=quiet>In brackets 95 % intervals: over seeds (t) where there are several, else over the tasks (Wilson).</p>
-<h2>Training</h2><p class=quiet>Bands are 95 % intervals: over seeds (t) where there are several, else for shares of
-validation tasks over these tasks (Wilson). Curves end where the shortest run of a method ends.</p>
+<p class=quiet>In brackets 95 % intervals: over seeds (t), at least that over the tasks (Wilson).</p>
+<h2>Training</h2><p class=quiet>Bands are 95 % intervals: over seeds (t) where there are several; for shares of
+validation tasks at least that over these tasks (Wilson). Curves end where the shortest run of a method ends.</p>
 <div class=grid2>{"".join(success + curves)}</div>
 <h2>Fidelity of the experience model</h2>{fidelity_table(runs)}
 <p class=quiet>Measured on real transitions of held-out tasks, which no training has seen; n counts cases.</p>
@@ -707,8 +716,9 @@ def episode_text(folder: Path, wanted: str, width: int = 0) -> str:
         if replayed is not None:
             real = replayed[i] if i < len(replayed) else None
             same = real and real.next_state == t.next_state
-            lines.append(field("real", "the same" if same else real.next_state if real else "the real episode was over"))
-        lines.append(field("reward", f"{t.reward:g}" + (f", the episode ends: {outcome(t.success, True)}" if t.done else "")))
+            lines.append(field("real", "the same" if same else real.next_state if real else "the episode was over"))
+        end = f", the episode ends: {outcome(t.success, True)}" if t.done else ""
+        lines.append(field("reward", f"{t.reward:g}{end}"))
     end = f"{'dreamed ' if dreamed else ''}{outcome(episode[-1].success, episode[-1].done)}"
     if replayed:
         end += (f", real {outcome(replayed[-1].success, replayed[-1].done)} "
@@ -723,7 +733,6 @@ def default_out(folders: Sequence[Path]) -> Path:
     return folders[0] / "report.html" if len(folders) == 1 else Path(os.curdir) / "report.html"
 
 
-# What an episode looks like that was not read from a file: for stages that keep their real episodes.
 def transitions_of(episodes: Sequence[rollouts.Episode], prefix: str) -> list[Transition]:
     """Played episodes as transitions with the ids ``<prefix>/<number>``."""
     found = []

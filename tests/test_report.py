@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import asdict
 from html.parser import HTMLParser
 
 import pytest
@@ -13,7 +14,10 @@ import pytest
 import fidelity
 import report
 import small_run
+from buffer import record_problems
 from config import UserError
+from envs import Task
+from rollouts import Episode, Turn
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,7 @@ def test_band_over_seeds_is_the_t_interval():
 def test_band_of_one_seed_is_wilson_or_none():
     assert report.band([0.3]) == (0.3, None, None)
     assert report.band([0.5], 100) == (0.5, *fidelity.wilson(50, 100))
+    assert report.band([0.5, 0.5], 100) == (0.5, *fidelity.wilson(50, 100))    # two that agree by chance
 
 
 def test_runs_that_differ_in_their_seed_are_one_method(folders, tmp_path):
@@ -89,6 +94,16 @@ def test_real_counterpart_and_demonstrations(folders):
         assert demo.source == "real" and demo.task_id != honest[0].task_id
 
 
+def test_played_episodes_as_transitions():
+    task = Task("t", "a chair", "test", "[home]")
+    turns = [Turn("[home]", [], [], "search a", "[results]", 0.0, False, False),
+             Turn("[results]", [], [], "click 1", "[done]", 1.0, False, False)]
+    played = Episode(task, "g", turns, terminated=True, success=True, source="real")
+    first, last = report.transitions_of([played], "real")
+    assert (first.done, first.history, last.done, last.success, last.history) == (False, [], True, True, ["search a"])
+    assert last.episode == "real/0" and not record_problems(asdict(first)) + record_problems(asdict(last))
+
+
 def test_marked_words():
     assert report.marked("a b c", "a x c d") == ([["a", False], ["b", True], ["c", False]],
                                                  [["a", False], ["x", True], ["c", False], ["d", True]])
@@ -125,7 +140,8 @@ def test_nothing_is_loaded_from_anywhere(html):
 
 def test_page_holds_what_it_promises(html):
     for heading in ("Success in the dream", "Reward entropy", "KL to", "Fidelity", "Real interactions",
-                    "Trajectories", "Configuration", "tasks_per_step", "failures declared successful", "rule: first hit"):
+                    "Trajectories", "Configuration", "tasks_per_step", "failures declared successful",
+                    "rule: first hit"):
         assert heading in html
     assert html.count("<polygon") >= 4                         # bands over the two seeds
     assert {e["kind"] for e in data_of(html)} >= {"success", "failure", "disagrees", "real"}
@@ -148,7 +164,8 @@ def test_unfinished_run_and_foreign_machine(folders, tmp_path):
     assert report.Episodes(moved, report.run_config(moved)[0]).find("-1")[0].episode == "dream-2-0/1"
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "results.json", "stages.json", "fidelity.json", "run.json", "dream.jsonl"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "results.json", "stages.json", "fidelity.json", "run.json",
+                                  "dream.jsonl"])
 def test_damaged_files_are_named(name, folders, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(folders[0], broken)
