@@ -283,7 +283,11 @@ def test_candidates_are_refused_with_a_reason():
     assert [(t.id, t.parent, t.split, t.start, t.goal) for t in new] == [("syn-0", "train-0", "train", "[home]", None)]
     metrics = c.metrics()
     assert (metrics["written"], metrics["accepted"], metrics["synthetic_tasks"]) == (12, 1, 1)
-    assert metrics["rejected_held_out"] == 2 and metrics["rejected_copy"] == 2 and metrics["rejected_option"] == 1
+    assert metrics["rejected_held_out"] == 2 and metrics["rejected_copy"] == 2
+    assert c.counts["rejected_option"] == 1                                         # the grammar's own reason ..
+    grammars = sum(n for name, n in c.counts.items() if name.removeprefix("rejected_") not in C.REASONS
+                   and name.startswith("rejected_"))
+    assert metrics["rejected_infeasible"] == grammars                               # .. has one place in the log
     assert c.grow(FakeWriter(lambda texts: list(cases)), 1) == []                   # by now it is a copy itself
 
 
@@ -376,7 +380,7 @@ def test_metrics_hold_the_histogram_and_the_synthetic_success():
     assert [m[f"v_{a}"] for a in ("0.00_0.05", "0.05_0.10", "0.10_0.15", "0.15_0.20", "0.20_0.25")] == [2, 0, 0, 1, 1]
     assert all(isinstance(x, (int, float)) for x in m.values())
     c.record(stats(c, c.real[:2], lambda t: 0.0))
-    assert "success_synthetic" not in c.metrics()                        # none was rolled out
+    assert c.metrics().keys() == m.keys() and c.metrics()["success_synthetic"] is None     # none was rolled out
 
 
 def test_resuming_is_exact_and_global_randomness_untouched():
