@@ -210,7 +210,7 @@ class DreamEnv:
 
 # ------------------------------------------------------------------------------------------------ training (Eq. 5)
 def rename(text: str, names: dict[str, str]) -> str:
-    """The text with its words replaced by ``names``; words that it lacks stay."""
+    """The text with its words replaced by ``names``; words that it lacks stay.  The inverse of a bijection undoes it."""
     return " ".join(names.get(w, w) for w in text.split(" "))
 
 

@@ -56,7 +56,7 @@ def _child(fn: Callable, threads: int, args: tuple, errors) -> None:
     except UserError as error:
         errors.put(("user", str(error)))
         sys.exit(2)
-    except BaseException:
+    except BaseException:                                      # whatever ends the process must reach the first one
         errors.put(("bug", traceback.format_exc()))
         sys.exit(1)
 

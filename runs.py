@@ -87,7 +87,7 @@ def write_whole(path: str | os.PathLike, data: bytes | str) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-        except BaseException:
+        except BaseException:                                          # also Ctrl-C: no half file stays behind
             temporary.unlink(missing_ok=True)
             raise
         _sync_folder(path.parent)
@@ -559,7 +559,7 @@ class Run:
                                     f"{more} (there -> here); choose another run.out or delete the folder")
             run = cls(folder, config, lock, stages)
             run._start(reason, command, restart)
-        except BaseException:
+        except BaseException:                                          # also Ctrl-C: the folder is free again
             lock.release()
             raise
         return run

@@ -604,11 +604,6 @@ def _look_up(phrase: list[str], title: list[str]) -> list[tuple[str, str, bool]]
     return checks
 
 
-def rename(text: str, mapping: dict[str, str]) -> str:
-    """The text with its words replaced; with a bijection of content words, the inverse mapping undoes it."""
-    return " ".join(mapping.get(word, word) for word in text.split(" "))
-
-
 # ----------------------------------------------------------------------------------------------------- policies
 Policy = Callable[[str, str, list[str], random.Random], str]
 EXPERT_TRIES = 3            # products opened before it settles for the one at hand

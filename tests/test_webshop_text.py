@@ -10,6 +10,7 @@ import pytest
 from envs import webshop_text as wt
 from envs.catalog import scripted_baseline, training_grammar
 from envs.webshop import Shop, WebShopEnv
+from mexp import rename
 from envs.webshop_text import Page, WebShopGrammar, parse, render, task_text
 
 OFFICIAL = Path(os.environ.get("DREAMGYM_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
@@ -252,10 +253,10 @@ def test_renaming_content_words_changes_nothing_but_the_words(world):
     names = dict(zip(words, rng.sample(words, len(words))))
     back = {new: old for old, new in names.items()}
     for task, state, success in purchases:
-        new_task, new_state = wt.rename(task, names), wt.rename(state, names)
+        new_task, new_state = rename(task, names), rename(state, names)
         assert new_task != task and render(parse(new_state)) == new_state
         assert grammar.met(new_task, new_state) == success
-        assert wt.rename(new_state, back) == state
+        assert rename(new_state, back) == state
 
 
 def test_grammar_learns_names_from_pages_and_words_from_tasks():
