@@ -32,7 +32,6 @@ import importlib.util
 import io
 import json
 import math
-import os
 import zlib
 from collections import Counter, OrderedDict
 from dataclasses import asdict, dataclass, fields
@@ -47,6 +46,7 @@ import torch.nn.functional as F
 
 from config import UserError
 from envs import Grammar
+from runs import write_whole
 
 REAL, DREAM = "real", "dream"
 _FORMAT = "dreamgym-buffer-1"
@@ -216,17 +216,7 @@ def read_transitions(path) -> list[Transition]:
 
 def write_transitions(path, transitions: Iterable[Transition]) -> None:
     """Writes offline data whole or not at all."""
-    _write_whole(Path(path), "".join(t.to_json() + "\n" for t in transitions).encode("utf-8"))
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """A crash leaves the old file or the new one: written beside, flushed to disk, then renamed."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    write_whole(path, "".join(t.to_json() + "\n" for t in transitions).encode("utf-8"))
 
 
 # ---------------------------------------------------------------- encoders phi
@@ -828,10 +818,10 @@ class ReplayBuffer:
             lines.append({"row": row.number, "slot": slot, "crc": zlib.crc32(vectors[slot].tobytes()),
                           "count": row.count, "key": row.key, "seen": [asdict(t) for t in row.seen]})
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        _write_whole(folder / "buffer.jsonl", text.encode("utf-8"))
+        write_whole(folder / "buffer.jsonl", text.encode("utf-8"))
         array = io.BytesIO()
         np.save(array, vectors)
-        _write_whole(folder / "buffer.npy", array.getvalue())
+        write_whole(folder / "buffer.npy", array.getvalue())
 
     def load(self, folder) -> list[str]:
         """Fills this empty buffer from ``save``; returns one line for each thing that was not whole (none: [] ).

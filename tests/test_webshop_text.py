@@ -10,8 +10,8 @@ import pytest
 from envs import webshop_text as wt
 from envs.catalog import scripted_baseline, training_grammar
 from envs.webshop import Shop, WebShopEnv
-from mexp import rename
 from envs.webshop_text import Page, WebShopGrammar, parse, render, task_text
+from mexp import rename
 
 OFFICIAL = Path(os.environ.get("DREAMGYM_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
 
