@@ -483,8 +483,45 @@ def optimizers(model: nn.Module, kind: str, lr: float, weight_decay: float = 0.0
     embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     matrices = [p for p in params if p.ndim == 2 and id(p) not in embeddings]
     rest = [p for p in params if p.ndim != 2 or id(p) in embeddings]
-    return [torch.optim.Muon(matrices, lr=lr, momentum=0.95, weight_decay=0.0, adjust_lr_fn="original"),
-            torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    return [Muon(matrices, lr), torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
+def orthogonalized(g: Tensor, steps: int = 5) -> Tensor:
+    """Nearly the orthogonal factor U V^T of each matrix G = U S V^T, by Newton-Schulz iterations: g (N, A, B), A <= B."""
+    a, b, c = 3.4445, -4.7750, 2.0315                          # of Jordan et al.: steepest at 0, ends within about 0.7 .. 1.2
+    x = g / g.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose step is orthogonalised, for matrices (Jordan et al. 2024).
+
+    PyTorch's own works on one matrix after the other and in bf16, which a CPU without bf16 arithmetic only emulates:
+    five times slower training there.  This one takes all matrices of a shape at once, in the parameters' dtype.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            momentum, shapes = group["momentum"], {}
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                average = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                average.lerp_(p.grad, 1 - momentum)
+                update = p.grad.lerp(average, momentum)                                    # Nesterov's look ahead
+                tall = p.shape[0] > p.shape[1]
+                shapes.setdefault((p.shape, tall), []).append((p, update.mT if tall else update))
+            for (shape, tall), pairs in shapes.items():
+                scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
+                for (p, _), step in zip(pairs, orthogonalized(torch.stack([u for _, u in pairs]))):
+                    p.add_(step.mT if tall else step, alpha=-scale)
 
 
 class Together:

@@ -357,3 +357,18 @@ def test_exported_model_is_loaded_by_transformers(tmp_path):
 def test_weights_of_another_model_are_refused():
     with pytest.raises(ValueError, match="another model"):
         tiny().load_weights(tiny(width=64).weights())
+
+
+def test_muon_takes_pytorchs_steps():
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in ((8, 8), (12, 6), (6, 12), (8, 8))]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    pair = llm.Muon(ours, 0.1), torch.optim.Muon(theirs, lr=0.1, momentum=0.95, weight_decay=0.0)
+    for _ in range(3):
+        for p, q in zip(ours, theirs):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
+        for optimizer in pair:
+            optimizer.step()
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(p, q, atol=0.02, rtol=0)            # PyTorch rounds to bf16 on the way
