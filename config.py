@@ -79,7 +79,7 @@ class TinySection(Section):
     width: Int = Field(128, ge=16, le=4096)
     heads: Int = Field(4, ge=1, le=64)
     mlp: Int = Field(384, ge=16, le=16384)
-    vocab: Int = Field(1024, ge=300, le=65536)
+    vocab: Int = Field(1536, ge=800, le=65536)
 
 
 class ModelSection(Section):
@@ -127,6 +127,7 @@ class MexpSection(SftSection):
     retries: Int = Field(1, ge=0, le=10)
     judged: Share = 0.4
     counterfactual: Share = 0.7
+    invent: Share = 0.5
     teacher: Text = "rules"
     endpoint: Text | None = None
     gate_false_success: Share = 0.05

@@ -36,7 +36,7 @@ from buffer import ReplayBuffer, Transition, make_encoder, read_transitions, wri
 from config import Config, UserError
 from curriculum import Curriculum, TaskWriter, graded_stats, writer_rows
 from envs import Grammar, Task, World, open_world
-from mexp import (Codec, DreamEnv, ExperienceModel, Renamed, TrainingRows, content_words, random_names, rename)
+from mexp import (PIECES, Codec, DreamEnv, ExperienceModel, Renamed, TrainingRows, content_words, random_names, rename)
 from runs import Checkpoints, Interrupt, Progress, Run, Stopped, derive_seed, write_whole
 
 CURVE_EVERY, SFT_SAVE_EVERY = 20, 200      # optimizer steps between points of the curve, between checkpoints
@@ -108,7 +108,7 @@ def collect(cfg: Config, run: Run) -> None:
         codec = new_codec(cfg, grammar, new_buffer(cfg, grammar, world, transitions))
         texts = TrainingRows(codec, transitions, None).texts() + [
             formats.join(grammar.consider(t.task, t.state, t.history), "<do>", t.action) for t in transitions]
-        llm.train_tokenizer(texts, cfg.mexp_model.tiny.vocab).save_pretrained(run.path("tokenizer"))
+        llm.train_tokenizer(texts, cfg.mexp_model.tiny.vocab, PIECES).save_pretrained(run.path("tokenizer"))
     rates = {name: successes[name] / count for name, count in cfg.collect if count}
     print("collect: success of the scripted policies on training tasks: "
           + ", ".join(f"{n} {r:.0%}" for n, r in rates.items()) + f"; {len(transitions):,} transitions")
@@ -172,7 +172,8 @@ def train_backbone(cfg: Config, role: str, folder: Path) -> None:
                            settings.reasoning, settings.demonstrations)
     else:
         codec = new_codec(cfg, grammar, new_buffer(cfg, grammar, world, offline))
-        rows = TrainingRows(codec, offline, lm, settings.judged, settings.counterfactual, settings.rename)
+        rows = TrainingRows(codec, offline, lm, settings.judged, settings.counterfactual, settings.rename,
+                            invent=settings.invent)
         if cfg.curriculum.enabled:                             # M_task of Eq. 6 is the same weights under another prompt
             tasks = world.tasks["train"][:cfg.env.train_tasks]
             rows = Mixture(rows, writer_rows(tasks, grammar, lm, cfg.curriculum.seeds), cfg.curriculum.writer_share)
@@ -434,8 +435,10 @@ def measure_fidelity(cfg: Config, run: Run) -> None:
     episodes = {name: int(share * cfg.eval.validation_tasks) for name, share in GATE_EPISODES.items()}
     held_out = fidelity.held_out_transitions(world, grammar, "validation", episodes, cfg.run.seed, cfg.env.max_steps)
     run.ledger.add("validation", len(held_out), sum(episodes.values()))
-    found = fidelity.teacher_forced(model, held_out) | fidelity.balanced_purchases(
-        model, held_out, GATE_PURCHASES, random.Random(derive_seed(cfg.run.seed, "gate")))
+    found = fidelity.teacher_forced(model, held_out)
+    for renamed in (None, "unseen"):
+        found |= fidelity.balanced_purchases(model, held_out, GATE_PURCHASES,
+                                             random.Random(derive_seed(cfg.run.seed, "gate")), renamed)
     write_whole(run.path("fidelity.json"), json.dumps(found, indent=1) + "\n")
     print(fidelity.table(found))
     run.mark_done("fidelity")

@@ -159,8 +159,13 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 
 # ------------------------------------------------------------------------------------------------ tiny backbone
-def train_tokenizer(texts: Iterable[str], vocab_size: int):
-    """Byte-level BPE over whole words, trained on ``texts``: lossless for any text, about one token a word."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int, pieces: Sequence[str] = ()):
+    """Byte-level BPE over whole words, trained on ``texts``: lossless for any text, about one token a word.
+
+    ``pieces`` (each of two characters, or of two parts of which each is a character or an earlier piece) are tokens
+    whatever the texts are: a word that no text holds is spelled in them where it can be.  ``vocab_size`` counts them.
+    Raises ValueError for a piece that has no such parts.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
     tok = Tokenizer(models.BPE())
@@ -168,9 +173,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int):
         pre_tokenizers.Split(Regex(r" [^ ]*"), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tok.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[PAD, EOS], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), min_frequency=2)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - len(pieces), special_tokens=[PAD, EOS], show_progress=False,
+                                  initial_alphabet=alphabet, min_frequency=2)
     tok.train_from_iterator((" " + t for t in texts), trainer)
+    learned = json.loads(tok.to_str())["model"]
+    known, merges = set(alphabet), {}
+    for piece in pieces:
+        piece = piece.replace(" ", "\u0120")                   # how byte-level BPE writes a space
+        merges[next(((piece[:n], piece[n:]) for n in range(len(piece) - 1, 0, -1)
+                     if piece[:n] in known and piece[n:] in known), None)] = None
+        known.add(piece)
+    if None in merges:
+        raise ValueError("a piece is not made of two characters or earlier pieces")
+    merges |= {(a, b): None for a, b in learned["merges"] if not {a, b} <= known - set(alphabet)}    # pieces stay apart
+    tokens = dict.fromkeys(sorted(learned["vocab"], key=learned["vocab"].get)) | dict.fromkeys(a + b for a, b in merges)
+    tok.model = models.BPE({token: i for i, token in enumerate(tokens)}, list(merges), ignore_merges=True)  # words whole
     return PreTrainedTokenizerFast(tokenizer_object=tok, pad_token=PAD, eos_token=EOS)
 
 

@@ -227,7 +227,7 @@ def random_names(words: Sequence[str], rng: random.Random) -> dict[str, str]:
 ONSETS, VOWELS, CODAS = "b d f g h j k m p s t v z br gr st".split(), "aeiou", "nrlx"
 OPEN = [onset + vowel for onset in ONSETS for vowel in VOWELS]
 CLOSED = [syllable + coda for syllable in OPEN for coda in CODAS]
-PIECES = [*(" " + syllable for syllable in OPEN), *OPEN, *CLOSED]
+PIECES = [*(onset for onset in ONSETS if len(onset) == 2), *OPEN, *(" " + syllable for syllable in OPEN), *CLOSED]
 
 
 def invented_words(count: int, rng: random.Random, measuring: bool = False, taken: set[str] = frozenset()) -> list[str]:
@@ -259,7 +259,7 @@ class TrainingRows:
     """
 
     def __init__(self, codec: Codec, transitions: Sequence[Transition], lm: llm.LM, judged_share: float = 0.4,
-                 counterfactual: float = 0.7, rename: float = 0.5, emphasis: float = 2.5, invent: float = 0.0):
+                 counterfactual: float = 0.7, rename: float = 0.5, emphasis: float = 2.5, invent: float = 0.5):
         self.codec, self.lm, self.invent = codec, lm, invent
         self.counterfactual, self.rename, self.emphasis = counterfactual, rename, emphasis
         queries = queries_of(transitions)

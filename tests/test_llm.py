@@ -9,6 +9,7 @@ import torch
 import llm
 import training
 from config import UserError
+from mexp import PIECES, invented_words
 from rl_world import byte_tokenizer, word_tokenizer
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
@@ -53,6 +54,20 @@ def test_tokenizer_is_lossless_and_one_token_a_word():
         ids = lm.encode(text)
         assert lm.decode(ids) == text and lm.eos_id not in ids
     assert lm.decode(lm.encode("click buy") + [lm.eos_id]) == "click buy"
+
+
+def test_tokenizer_spells_unseen_words_in_its_pieces():
+    texts = ["click buy , red tomato tomato basket", "restore tomato , red buy basket click"] * 3
+    lm = llm.tiny_lm(llm.train_tokenizer(texts, 1000, PIECES), 1, 16, 2, 16, constructed=False)
+    assert all(len(lm.encode(text)) == len(text.split(" ")) for text in texts)
+    pieces = {piece.strip() for piece in PIECES}
+    for word in invented_words(2000, random.Random(0)) + invented_words(200, random.Random(0), measuring=True):
+        spelled = [lm.tokenizer.decode([i]).strip() for i in lm.encode(word)]
+        assert 2 <= len(spelled) <= 3 and pieces.issuperset(spelled) and "".join(spelled) == word
+    for text in (*texts, "unseen wörds \u2603", "two  spaces", " edge ", "<|eos|> gadget stobar", ""):
+        assert lm.decode(lm.encode(text)) == text
+    with pytest.raises(ValueError, match="piece"):
+        llm.train_tokenizer(texts, 400, ["abc"])
 
 
 def test_constructed_heads_copy_before_any_training():
