@@ -200,11 +200,12 @@ def load_tokenizer(folder):
 def tiny_lm(tokenizer, layers=4, width=128, heads=4, mlp=384, seed=0, constructed=True, device="cpu") -> LM:
     """A Llama of about one million parameters from a fixed seed; ``constructed`` gives it copying heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
+    eager = compute_dtype(torch.device(device)) == torch.bfloat16           # SDPA's bf16 backward pass is slow on CPU
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=width, intermediate_size=mlp,
                          num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
                          max_position_embeddings=4096, rope_theta=5e5, tie_word_embeddings=True,
                          pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-                         bos_token_id=None, attn_implementation="eager")   # SDPA's bf16 backward is slow on CPU
+                         bos_token_id=None, attn_implementation="eager" if eager else "sdpa")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
@@ -507,7 +508,7 @@ def optimizers(model: nn.Module, kind: str, lr: float, weight_decay: float = 0.0
 def orthogonalized(g: Tensor, steps: int = 5) -> Tensor:
     """Nearly the orthogonal factor U V^T of each matrix G = U S V^T, by Newton-Schulz iterations: g (N, A, B), A <= B."""
     a, b, c = 3.4445, -4.7750, 2.0315                          # of Jordan et al.: steepest at 0, ends within about 0.7 .. 1.2
-    x = g / g.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    x = (g / g.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)).to(compute_dtype(g.device))
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -518,7 +519,7 @@ class Muon(torch.optim.Optimizer):
     """Momentum whose step is orthogonalised, for matrices (Jordan et al. 2024).
 
     PyTorch's own works on one matrix after the other and in bf16, which a CPU without bf16 arithmetic only emulates:
-    five times slower training there.  This one takes all matrices of a shape at once, in the parameters' dtype.
+    five times slower training there.  This one takes all matrices of a shape at once, in the dtype that the hardware has.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95):
