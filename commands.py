@@ -347,8 +347,8 @@ def expected(cfg: Config) -> dict[str, float] | None:
     for stage in stages:
         episodes = (cfg.s2r.tasks_per_step if stage == "s2r" else cfg.rl.tasks_per_step) * cfg.rl.group_size
         longest, iterations = episodes * cfg.env.max_steps, cfg.rl.iterations
-        if stage == "s2r":                                     # as long as the longest iteration fits the budget
-            iterations = max(0, (cfg.s2r.transitions - longest) // (episodes * turns) + 1)
+        if stage == "s2r":                                     # while half of an iteration fits the budget at its longest
+            iterations = max(0, (cfg.s2r.transitions - longest // 2) // (episodes * turns) + 1)
         if not iterations:
             continue
         one = TURN * turns * episodes / processes * ((policy + mexp) / 2 if stage == "dream" else policy)

@@ -236,6 +236,11 @@ def contradictions(c: Config) -> Iterator[tuple[str, str]]:
     if c.s2r.tasks_per_step % c.run.processes:
         yield "s2r.tasks_per_step", (f"{c.s2r.tasks_per_step} tasks cannot be shared equally by run.processes = "
                                      f"{c.run.processes} (a group stays on one process)")
+    half = max(1, c.s2r.tasks_per_step // 2)
+    if 0 < c.s2r.transitions < half * c.rl.group_size * c.env.max_steps:
+        yield "s2r.transitions", (f"{c.s2r.transitions} may not pay for half an iteration: {half} tasks x rl.group_size "
+                                  f"{c.rl.group_size} x env.max_steps {c.env.max_steps}; raise it, lower "
+                                  "s2r.tasks_per_step, or set 0 for no sim-to-real")
     if episodes % parts:
         yield "rl.minibatches", (f"rl.tasks_per_step x rl.group_size = {c.rl.tasks_per_step} x {c.rl.group_size} = "
                                  f"{episodes} episodes do not divide into rl.minibatches x run.processes = "

@@ -262,14 +262,14 @@ def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, inte
     with Progress(stage, job.iterations, start=job.iteration) as progress:
         while not job.finished():
             it = job.iteration
-            tasks = job.curriculum.sample(job.tasks_per_step)                        # by reward entropy, Eq. 7
+            tasks = job.curriculum.sample(job.tasks_per_step())                      # by reward entropy, Eq. 7
             episodes = job.play(tasks, it)                                           # policy and world take turns
             rows, groups = rl.rows_from(episodes, job.rl)                            # advantages, Eq. 3 (or Eq. 2)
             update = rl.update(job.policy, job.reference, job.optimizer, rows, job.rl, job.value, job.generator(it, "mb"))
             enriched = job.enrich()                                                  # dreams join the replay buffer
             everything = parallel.gather([e.light() for e in episodes])
             job.curriculum.record(rl.group_stats(everything), job.graded(everything))
-            job.curriculum.grow(job.writer, job.tasks_per_step)                      # variations, Eq. 6
+            job.curriculum.grow(job.writer, len(tasks))                              # variations, Eq. 6
             job.iteration += 1
             metrics = rollouts.summary(everything) | groups | update | enriched
             validation = job.validate()
@@ -312,8 +312,6 @@ class RLJob:
         self.curriculum = Curriculum(cfg, train, held_out, self.grammar, encoder)
         self.validation = spread(self.world.tasks["validation"], cfg.eval.validation_tasks)
         self.iteration, self.used, self.real, self.writer, self.mexp = 0, 0, 0, None, None
-        self.tasks_per_step = cfg.s2r.tasks_per_step if stage == "s2r" else cfg.rl.tasks_per_step
-        self.longest = self.tasks_per_step * cfg.rl.group_size * cfg.env.max_steps
         if self.dreaming:
             lm = trained_lm(cfg, "mexp", folder)
             self.buffer = new_buffer(cfg, self.grammar, self.world, offline)
@@ -321,7 +319,7 @@ class RLJob:
             self.batch = DreamEnv(self.mexp, cfg.env.max_steps, cfg.rl.reward_source)
             self.writer = TaskWriter(lm, cfg.curriculum.candidates, cfg.mexp_model.max_new_tokens)
         else:
-            count = self.tasks_per_step * cfg.rl.group_size
+            count = (cfg.s2r if stage == "s2r" else cfg.rl).tasks_per_step * cfg.rl.group_size
             self.batch = rollouts.RealBatch([self.world.make() for _ in range(count)], self.spend)
         self.resume()
 
@@ -337,12 +335,26 @@ class RLJob:
     @property
     def iterations(self) -> int:
         """How many there will be; in S2R at least."""
-        return self.cfg.s2r.transitions // self.longest if self.stage == "s2r" else self.cfg.rl.iterations
+        most = self.cfg.s2r.tasks_per_step * self.dearest
+        return -(-self.cfg.s2r.transitions // most) if self.stage == "s2r" else self.cfg.rl.iterations
+
+    @property
+    def dearest(self) -> int:
+        """Transitions of one task's group if every episode runs to its limit."""
+        return self.cfg.rl.group_size * self.cfg.env.max_steps
+
+    def tasks_per_step(self) -> int:
+        """Tasks of the next iteration; in S2R no more than what is left of the budget pays for in the dearest case."""
+        if self.stage != "s2r":
+            return self.cfg.rl.tasks_per_step
+        affordable = (self.cfg.s2r.transitions - self.real) // self.dearest
+        n = min(self.cfg.s2r.tasks_per_step, affordable)
+        return n - n % self.cfg.run.processes                       # every process plays as many
 
     def finished(self) -> bool:
         if self.stage != "s2r":
             return self.iteration >= self.cfg.rl.iterations
-        return self.real + self.longest > self.cfg.s2r.transitions      # the next iteration might break the budget
+        return self.tasks_per_step() < max(1, self.cfg.s2r.tasks_per_step // 2)     # groups too few for an update
 
     def play(self, tasks: Sequence[Task], iteration: int) -> list[rollouts.Episode]:
         """This process's share of the groups: ``group_size`` episodes of each task, some groups under other names."""
