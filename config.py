@@ -255,8 +255,6 @@ def contradictions(c: Config) -> Iterator[tuple[str, str]]:
         yield "rl.kl_estimator", f"{c.rl.kl_estimator} in the reward has a biased gradient: use k1, or rl.kl_in: loss"
     if c.rl.eval_every and not c.eval.validation_tasks:
         yield "eval.validation_tasks", f"0 tasks to validate on every rl.eval_every = {c.rl.eval_every} iterations"
-    if c.rl.reward_source == "rules" and c.env.name != "webshop":
-        yield "rl.reward_source", f"rules exist for webshop only, not for env.name = {c.env.name}"
 
     for name, sft in (("policy", c.policy), ("mexp", c.mexp)):
         model: ModelSection = getattr(c, f"{name}_model")
@@ -285,8 +283,8 @@ def contradictions(c: Config) -> Iterator[tuple[str, str]]:
 
     if c.env.human_goals and (c.env.name != "webshop" or c.env.data is None):
         yield "env.human_goals", "only the official WebShop data hold human goals: name their folder in env.data"
-    if c.env.data is not None and not Path(c.env.data).expanduser().is_dir():
-        yield "env.data", f"no such folder: {c.env.data}"
+    if c.env.name == "webshop" and c.env.data is not None and not Path(c.env.data).expanduser().is_dir():
+        yield "env.data", f"no such folder: {c.env.data}"         # the games of ALFWorld say themselves what is missing
     if c.collect.expert + c.collect.noisy == 0:
         yield "collect.noisy", "0, and collect.expert too: cloning needs successful episodes"
     if c.mexp.teacher == "endpoint" and c.mexp.endpoint is None:

@@ -482,7 +482,10 @@ def final_evaluation(cfg: Config, folder: Path, run: Run | None = None) -> None:
         for name, temperature in (("greedy", 0.0), ("sampled", cfg.eval.temperature), ("t1", 1.0)):
             found = evaluate(policy, fmt, world, tasks, temperature, cfg, derive_seed(cfg.run.seed, "test", name))
             found["interval"] = fidelity.wilson(round(found["success"] * found["tasks"]), found["tasks"])
-            results["policies"][label][name] = found
+            if world.kind:
+                found["by_kind"] = {kind: fidelity.share([found["outcomes"][t.id][0] for t in tasks if world.kind(t) == kind])
+                                    for kind in dict.fromkeys(map(world.kind, tasks))}
+            state["policies"].setdefault(label, {})[name] = found
             if run:
                 run.ledger.add("evaluation", found["transitions"], found["tasks"])
     if run:
@@ -588,3 +591,11 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(config.run_main(main))
+    kinds = [(names[label], one["by_kind"]) for label, found in results["policies"].items()
+             if "by_kind" in (one := found["sampled"])]
+    if kinds:
+        heads = [f"{kind} ({one['n']})" for kind, one in kinds[0][1].items()]
+        lines += ["", f"by task type, T = {run.config.eval.temperature:g}".ljust(28) + "".join(f"{h:>18}" for h in heads)]
+    for name, by_kind in kinds:
+        cells = [f"{100 * one['value']:.1f} [{100 * one['low']:.0f}, {100 * one['high']:.0f}]" for one in by_kind.values()]
+        lines.append(f"{name:28}" + "".join(f"{c:>18}" for c in cells))

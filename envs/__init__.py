@@ -119,13 +119,15 @@ class World:
 
     make: a new ``Env`` (they share what is heavy).  tasks: by split.  grammar: the text side, taught by texts of the
     training data.  scripted: name -> policy ``(task text, state, earlier actions, rng) -> action`` for offline data.
-    rules: split -> {name: success} of simple rules; no result should be read without them.
+    rules: split -> {name: success} of simple rules; no result should be read without them.  kind: the type of a task,
+    by which results are told apart; None where all tasks are of one type.
     """
     make: Callable[[], Env]
     tasks: dict[str, list[Task]]
     grammar: Callable[[Iterable[str]], Grammar]
     scripted: Callable[[str], Callable]
     rules: Callable[[str], dict[str, float]]
+    kind: Callable[[Task], str] | None = None
 
 
 def open_world(cfg) -> World:

@@ -24,7 +24,7 @@ import sys
 from config import UserError
 from envs import Task, World
 from envs.alfworld_games import CHECKED_RULES, INSTALL, Game, Games, Room, fingerprint, load, room_of
-from envs.alfworld_text import ALFWorldGrammar, first_page, observe, policy, render
+from envs.alfworld_text import ALFWorldGrammar, first_page, observe, parse_task, policy, render
 
 HELP = """Available commands:
   look:                             look around your current location
@@ -317,7 +317,8 @@ def open_world(cfg) -> World:
     games = load(cfg.data, cfg.catalog_seed, cfg.train_tasks)
     return World(make=lambda: ALFWorldEnv(games, cfg.max_steps),
                  tasks={split: games.tasks(split) for split in ("train", "validation", "test")},
-                 grammar=ALFWorldGrammar, scripted=policy, rules=lambda split: rule_baselines(games, split))
+                 grammar=ALFWorldGrammar, scripted=policy, rules=lambda split: rule_baselines(games, split),
+                 kind=lambda task: parse_task(task.text).kind)
 
 
 def rule_baselines(games: Games, split: str, max_steps: int = 50) -> dict[str, float]:

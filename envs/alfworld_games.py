@@ -389,7 +389,8 @@ def _layout(scene: int) -> tuple[dict[str, tuple[str, str]], frozenset[str], lis
         receptacles[_id(key)] = (name, _location(round(x / GRID), round(z / GRID), rotation // 90, horizon))
     present = {c for c, _ in receptacles.values()}
     used = {l for _, l in receptacles.values()}
-    free = [p for p in points if not any(l.startswith(f"loc{_mark(p[0])}{_mark(p[1])}_") for l in used)] or points
+    taken = {l.rsplit("_bar_", 2)[0] for l in used}  # without rotation and horizon
+    free = [p for p in points if f"loc{_mark(p[0])}{_mark(p[1])}" not in taken] or points
     for name, count in FITTINGS.items():
         if name in things and name not in present:
             for i in range(count):
@@ -400,7 +401,8 @@ def _layout(scene: int) -> tuple[dict[str, tuple[str, str]], frozenset[str], lis
     return receptacles, things, points
 
 
-def _mark(value: float) -> str:
+@lru_cache(maxsize=4096)
+def _mark(value: int) -> str:
     """Official spelling of a number in an id: -3 -> _bar__minus_3, 4 -> _bar_4."""
     return f"_bar_{value}".replace("-", "_minus_")
 

@@ -112,6 +112,7 @@ def cls(name: str) -> str:
     return name.split(" ")[0]
 
 
+@lru_cache(maxsize=4096)
 def _order(name: str) -> tuple[str, int]:
     word, number = name.split(" ")
     return word, int(number)
@@ -217,17 +218,20 @@ def _spot(page: Page) -> list[str]:
     return words
 
 
+def _elsewhere(page: Page) -> list[str]:
+    """The ``[seen] ..`` part, without its head."""
+    seen = sorted((word, had, r, numbers) for r, names in page.inside.items() if not page.visible(r)
+                  for word, had, numbers in _group(names, page.conditions))
+    return [w for word, had, r, numbers in seen for w in (word, *had, "|", *r.split(" "), *numbers, ",")]
+
+
 def render(page: Page) -> str:
     """Page -> abstract state."""
     words = ["[at]", *_spot(page)] if page.here else ["[room]"]
     if page.held:
         words += ["[hold]", *_items([page.held], page.conditions, "*")]
-    seen = sorted((word, had, r, numbers) for r, names in page.inside.items() if not page.visible(r)
-                  for word, had, numbers in _group(names, page.conditions))
-    if seen:
-        words.append("[seen]")
-        for word, had, r, numbers in seen:
-            words += [word, *had, "|", *r.split(" "), *numbers, ","]
+    if seen := _elsewhere(page):
+        words += ["[seen]", *seen]
     away = [r for r in page.status if r not in page.here]
     for section, mark, chosen in (("[visited]", "!", [r for r in away if page.status[r] != "new"]),
                                   ("[new]", "?", [r for r in away if page.status[r] == "new"])):
@@ -354,6 +358,12 @@ def commands(page: Page) -> dict[str, tuple[str, ...]]:
     return c
 
 
+@lru_cache(maxsize=1024)
+def offered(state: str) -> dict[str, tuple[str, ...]]:
+    """``commands`` of a state's text; shared, so never change it."""
+    return commands(parse(state))
+
+
 def apply(page: Page, action: str, past: Sequence[Page] = ()) -> tuple[str, Page] | None:
     """(verb, page after the action) with nothing hidden coming to light; None where the action does nothing.
 
@@ -393,6 +403,7 @@ def apply(page: Page, action: str, past: Sequence[Page] = ()) -> tuple[str, Page
 _NAME = r"([a-z]+ [0-9]+)"
 _SHOWN = (re.compile(rf"The {_NAME} is (closed)\.()"), re.compile(rf"The {_NAME} is (open)\. In it, you see (.*?)\."),
           re.compile(rf"On the {_NAME}, you (see) (.*?)\."))
+_TAKE, _USE = re.compile(rf"take {_NAME} from {_NAME}"), re.compile(rf"use {_NAME}")
 _INSPECTED = re.compile(rf"This is a ((?:(?:hot|cold|cool|clean|sliced|and) )+){_NAME}\.")
 
 
@@ -425,10 +436,10 @@ def observe(page: Page, action: str, raw: str, admissible: Sequence[str]) -> Pag
     for command in admissible:
         if command.startswith("open ") and status[command[5:]] == "new":
             status[command[5:]] = "closed"
-        elif match := re.fullmatch(rf"take {_NAME} from {_NAME}", command):
+        elif match := _TAKE.fullmatch(command):
             inside[match[2]] = inside.get(match[2], frozenset()) | {match[1]}
     for command in admissible:
-        if match := re.fullmatch(rf"use {_NAME}", command):
+        if match := _USE.fullmatch(command):
             if not any(match[1] in inside.get(r, ()) for r in here):
                 r = next((r for r in here if status[r] == "new"), here[0])
                 inside[r] = inside.get(r, frozenset()) | {match[1]}
@@ -460,13 +471,32 @@ def _shared(past: Sequence[str]) -> list[Page]:
     return [parse(p) for p in past if " [by] " in p]
 
 
-def _from_memory(page: Page, memory: Sequence[str]) -> str | None:
-    """The spot as the first retrieved page shows it that stands at the same place in the same condition."""
-    for text in memory:
-        other = parse(text)
-        if other.here and other.here[0] == page.here[0] and other.status[other.here[0]] == page.status[page.here[0]]:
-            return " ".join(_spot(other))
-    return None
+def _from_memory(page: Page, r: str, memory: Sequence[str]) -> str | None:
+    """The agent's spot with r, one of its receptacles, as a retrieved page shows it: the first page that shows r in the
+    same condition, else the first one with a receptacle of its class in that condition; None where there is none.
+
+    It is made to fit this episode.  A thing that is known to be elsewhere gets a number of its own, nothing of another
+    episode is hot or clean, and receptacles beside r only come along where they have not been seen elsewhere.
+    """
+    shown = [(x != r, i, x, other) for i, other in enumerate(map(parse, memory)) for x in other.here
+             if cls(x) == cls(r) and other.status[x] == page.status[r]]
+    if not shown:
+        return None
+    _, _, source, other = min(shown, key=lambda s: s[:2])
+    beside = [x for x in other.here if source == r == other.here[0] == page.here[0]
+              and x not in page.here and page.status.get(x) == "new"]
+    taken = {o for x, names in page.inside.items() if x != r and x not in beside for o in names} | {page.held}
+    status, inside = dict(page.status), dict(page.inside)
+    for x, like in [(r, source)] + [(x, x) for x in beside]:
+        status[x], names = other.status[like], set(inside.get(x, ()))
+        for o in sorted(other.inside.get(like, ()), key=_order) if other.visible(like) else ():
+            word, number = _order(o)
+            while f"{word} {number}" in taken:
+                number += 1
+            names.add(f"{word} {number}")
+            taken.add(f"{word} {number}")
+        inside[x] = frozenset(names)
+    return " ".join(_spot(Page((*page.here, *beside), status, inside, conditions=page.conditions)))
 
 
 def _room(page: Page) -> str:
@@ -522,7 +552,7 @@ class ALFWorldGrammar:
         return frozenset({"go", "take"} | verbs), frozenset({wish.obj, wish.recep})
 
     def admissible(self, state: str) -> list[str]:
-        return sorted(commands(parse(state)))
+        return sorted(offered(state))
 
     def kind(self, state: str) -> str:
         """``room`` | ``at`` | ``at new`` | ``at open`` | ``at closed`` | ``at shut``."""
@@ -532,35 +562,46 @@ class ALFWorldGrammar:
         status = page.status[page.here[0]]
         return "at" if status == "seen" else f"at {status}"
 
-    def key(self, state: str, action: str) -> str:
-        """Where something hidden may come to light, the kind of room (its receptacles) belongs to the key: the same
-        place of the same room is what a memory can help with.  All else is decided by the action's words."""
+    def reveals(self, state: str, action: str) -> bool:
+        """Does the action show what this episode has not seen: a place for the first time, or what a closed one
+        holds?  No model can know that (docstring of this file)."""
         page = parse(state)
-        verb, *rest = commands(page).get(action, ("nothing",))
-        words = action if verb != "nothing" else f"nothing {action}"
-        if verb in ("go", "open") and page.status[rest[0]] in ("new", "closed"):
-            rooms = [f"{word} {len(numbers)}" for word, _, numbers in _group(page.status, {})]
-            return " ".join([words, page.status[rest[0]], *rooms])
-        return words
+        verb, *rest = offered(state).get(action, ("nothing",))
+        return (verb, page.status.get(rest[0]) if rest else None) in (("go", "new"), ("examine", "new"), ("open", "closed"))
+
+    def key(self, state: str, action: str) -> str:
+        """The action's words, or ``nothing`` for all that cannot be done here: they do the same everywhere.  Where
+        something hidden comes to light (``reveals``), the kind of room (its receptacles) belongs to the key: the same
+        place of the same room is what a memory can help with."""
+        if action not in offered(state):
+            return "nothing"
+        if not self.reveals(state, action):
+            return action
+        status = parse(state).status
+        rooms = [f"{word} {len(numbers)}" for word, _, numbers in _group(status, {})]
+        return " ".join([action, status[offered(state)[action][1]], *rooms])
 
     def diff(self, state: str, action: str, next_state: str, memory: Sequence[str] = (),
              past: Sequence[str] = ()) -> str:
         """``[same]``; ``[arrive]``, ``[open]``, ``[take]``, ``[put]`` .. for what the rules make of the action; with
-        ``[mem]`` the place looks as in the nearest retrieved page; with a place, as written; else the full state."""
+        ``[mem]`` the place looks as in the nearest retrieved page; with a place, as written; else the full state.
+
+        Lossy where something hidden comes to light (``reveals``): ``[mem]`` then stands for whatever is there, if
+        memory has a place of that kind."""
         if next_state == state:
             return "[same]"
         if done := apply(parse(state), action, _shared(past)):
             verb, page = done
+            if self.reveals(state, action) and _from_memory(page, offered(state)[action][1], memory):
+                return f"{_EDITS[verb]} [mem]"
             if render(page) == next_state:
                 return _EDITS[verb]
             spot = " ".join(_spot(parse(next_state)))
-            remembered = _from_memory(page, memory) if page.here else None
-            for text, edit in ((remembered, "[mem]"), (spot, spot)):
-                try:
-                    if text and render(_with_spot(page, text)) == next_state:
-                        return f"{_EDITS[verb]} {edit}"
-                except ValueError:
-                    continue
+            try:
+                if render(_with_spot(page, spot)) == next_state:
+                    return f"{_EDITS[verb]} {spot}"
+            except ValueError:
+                pass
         return next_state
 
     def patch(self, state: str, action: str, edit: str, memory: Sequence[str] = (), past: Sequence[str] = ()) -> str:
@@ -576,9 +617,9 @@ class ALFWorldGrammar:
             raise ValueError(f"{word} is not what {action[:40]!r} does here")
         page = done[1]
         if spot == "[mem]":
-            spot = _from_memory(page, memory) if page.here else None
-            if spot is None:
-                raise ValueError("[mem] without a retrieved page of this place")
+            spot = self.reveals(state, action) and _from_memory(page, offered(state)[action][1], memory)
+            if not spot:
+                raise ValueError("[mem] where nothing new is seen, or without a retrieved page of such a place")
         if spot:
             page = _with_spot(page, spot)
         text = render(page)
@@ -618,13 +659,13 @@ class ALFWorldGrammar:
 
     def decides(self, state: str, action: str) -> bool:
         """May this step fulfil a task?  Nearly all tasks end with an object put down or a lamp switched on."""
-        return commands(parse(state)).get(action, ("nothing",))[0] in ("move", "use")
+        return offered(state).get(action, ("nothing",))[0] in ("move", "use")
 
     def explain(self, task: str, state: str, action: str, next_state: str) -> str:
         """What the action does and, where it could fulfil the task, the chain of look-ups: wanted, what follows it in
         the state *before* the action (that is what the model reads), ok or no on the page after it."""
         page, wish = parse(state), parse_task(task)
-        verb, *rest = commands(page).get(action, ("nothing",))
+        verb, *rest = offered(state).get(action, ("nothing",))
         if verb == "nothing":
             return verb
         words = [verb]
@@ -636,15 +677,29 @@ class ALFWorldGrammar:
         return " ".join(words)
 
     def consider(self, task: str, state: str, history: Sequence[str] = ()) -> str:
-        """What an agent should look at before it acts, in look-up form: the object, the station if the object in hand
-        still needs it, and the goal, each with the first words that follow it in the state (where it is, a number)."""
+        """What an agent should look at before it acts, in look-up form: the object (for a pair both, where two are
+        known), the station if the object in hand still needs it, and the goal, each with the first words that follow it
+        in the state (where it is, numbers); a wrong thing in hand; and, if what is wanted next has not been seen, the
+        place at hand if it is closed, and the first place not visited."""
         page, wish = parse(state), parse_task(task)
         condition, station, _ = STATION.get(wish.kind, (None, None, None))
         held = page.held if page.held and cls(page.held) == wish.obj else None
-        needed = [station] if held and condition and condition not in page.conditions.get(held, ()) else []
-        words = []
-        for word in (wish.obj, *needed, wish.recep):
-            words += [word, *_entry(page, word, held_first=word == wish.obj)[:4]]
+        entries = _known_entries(page, wish.obj)[:2 if wish.kind == "two" else 1]
+        words = [w for entry in entries or [[","]] for w in (wish.obj, *entry[:4])]
+        for word in ([station] if held and condition and condition not in page.conditions.get(held, ()) else []) + [
+                wish.recep]:
+            words += [word, *_entry(page, word)[:4]]
+        if page.held and not held:
+            words += ["[hold]", *_items([page.held], page.conditions, "*")[:-1]]
+        wanted = wish.recep if held and wish.kind == "light" else wish.obj
+        known = held if wanted == wish.obj else None
+        if not known and not any(cls(o) == wanted for r, names in page.inside.items() for o in names
+                                 if wish.kind != "two" or cls(r) != wish.recep):
+            closed = [("[by]" if i else "[at]", r) for i, r in enumerate(page.here) if page.status[r] == "closed"]
+            new = sorted((r for r, s in page.status.items() if s == "new" and r not in page.here), key=_order)
+            for head, r in closed[:1] + [("[new]", r) for r in new[:1]]:
+                word, number = r.split(" ")
+                words += [head, word, *(["closed", "@"] if head != "[new]" else ["?"]), number]
         return " ".join(words)
 
     def counterfactual(self, task: str, state: str, rng: random.Random) -> str | None:
@@ -678,14 +733,21 @@ class ALFWorldGrammar:
 
 def _entry(page: Page, word: str, held_first: bool = False) -> list[str]:
     """What follows a class in the state, up to the end of its entry: in sight before in hand (or the other way) before
-    elsewhere; the task's own ``,`` if the state lacks it."""
+    elsewhere; the task's own ``,`` if the state lacks it.  A receptacle that only tells where a thing was seen is none."""
     spot = _spot(page)
     held = _items([page.held], page.conditions, "*") if page.held else []
     for words in ((held, spot) if held_first else (spot, held)) + (render(page).split(" "),):
-        if word in words:
-            start = words.index(word) + 1
-            return words[start:next(i for i in range(start, len(words)) if words[i] in (",", ":"))]
+        for i, w in enumerate(words):
+            if w == word and words[i - 1] != "|":
+                return words[i + 1:next(j for j in range(i, len(words)) if words[j] in (",", ":"))]
     return [","]
+
+
+def _known_entries(page: Page, word: str) -> list[list[str]]:
+    """What follows each mention of a class of objects in the state, up to the comma: in hand, in sight, elsewhere."""
+    words = [*(_items([page.held], page.conditions, "*") if page.held else []), *_spot(page), *_elsewhere(page)]
+    starts = [i + 1 for i, w in enumerate(words) if w == word]
+    return [words[i:words.index(",", i)] for i in starts]
 
 
 def _follows(page: Page, word: str, held_first: bool = False) -> str:
@@ -759,7 +821,7 @@ def explorer(task: str, state: str, rng: random.Random) -> str:
 def _anything(task: str, state: str, rng: random.Random) -> str:
     """Any admissible command, each verb as likely as the others (most commands are "go to")."""
     by_verb: dict[str, list[str]] = {}
-    for command, (verb, *_) in sorted(commands(parse(state)).items()):
+    for command, (verb, *_) in sorted(offered(state).items()):
         by_verb.setdefault(verb, []).append(command)
     return rng.choice(by_verb[rng.choice(sorted(by_verb))])
 

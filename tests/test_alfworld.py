@@ -128,6 +128,12 @@ def test_edits():
     both(closed, "open drawer 1", opened, "[open] drawer open @ 1 : pen @ 1 ,")
     other_room = "[at] drawer open @ 1 : pen @ 1 , [visited] bed ! 1 ,"
     both(closed, "open drawer 1", opened, "[open] [mem]", memory=[start, other_room])
+    # what is hidden comes from memory whatever it really is: another receptacle of the class, things with new numbers
+    other_drawer = "[at] drawer open @ 2 : pen @ 1 , [hold] pen * 2 , [visited] bed ! 1 ,"
+    has_pen = closed.replace(": [new]", ": [hold] pen * 1 , [new]")
+    assert GRAMMAR.diff(has_pen, "open drawer 1", opened, [other_drawer]) == "[open] [mem]"
+    assert GRAMMAR.patch(has_pen, "open drawer 1", "[open] [mem]", [other_drawer]) == (
+        "[at] drawer open @ 1 : pen @ 2 , [hold] pen * 1 , [new] desk ? 1 , drawer ? 2 ,")
     shared = "[at] drawer closed @ 1 : [by] drawer closed @ 2 : [new] desk ? 1 ,"
     both(start, "go to drawer 1", shared, "[arrive] drawer closed @ 1 : [by] drawer closed @ 2 :")
     away = "[at] desk @ 1 : [visited] drawer closed ! 1 2 ,"
@@ -156,8 +162,15 @@ def test_judge_trace_and_counterfactuals():
     assert GRAMMAR.consider(task, before) == "mug hot * 1 coffeemachine @ 1"
     with_sink = before + " sinkbasin ? 1 ,"
     assert GRAMMAR.consider("put clean mug , in desk ,", with_sink) == "mug hot * 1 sinkbasin ? 1 desk ? 1"
-    assert GRAMMAR.consider("put bread , in sinkbasin ,", STATE) == "bread | cabinet 3 1 sinkbasin ! 1"
-    assert GRAMMAR.consider("look at book , under desklamp ,", STATE) == "book , desklamp ,"
+    assert GRAMMAR.consider("put bread , in sinkbasin ,", STATE) == (
+        "bread | cabinet 3 1 sinkbasin ! 1 [hold] apple clean * 1")
+    assert GRAMMAR.consider("look at book , under desklamp ,", STATE) == (
+        "book , desklamp , [hold] apple clean * 1 [by] drawer closed @ 3 [new] drawer ? 1")
+    one_there = "[at] bed @ 1 : [seen] cd | desk 1 2 , [visited] desk ! 1 , [new] drawer ? 1 2 ,"
+    assert GRAMMAR.consider("put two cd , in desk ,", one_there) == "cd | desk 1 2 desk ! 1 [new] drawer ? 1"
+    assert GRAMMAR.consider("put cd , in drawer ,", one_there) == "cd | desk 1 2 drawer ? 1 2"
+    both_known = one_there.replace(": [seen]", ": cd @ 3 , [seen]")
+    assert GRAMMAR.consider("put two cd , in desk ,", both_known) == "cd @ 3 cd | desk 1 2 desk ! 1"
     two = "[at] shelf @ 1 : cd two @ 1 2 ,"
     assert GRAMMAR.judge("put two cd , in shelf ,", two)[0] == ("cd", "two", True)
     lamp = "[at] desk @ 1 : desklamp on @ 1 , [hold] book * 1 ,"

@@ -14,6 +14,7 @@ import config
 from config import Config, UserError, choose_profile, describe_differences, load, run_main
 
 WEBSHOP = Path(__file__).parents[1] / "configs" / "webshop.yaml"
+ALFWORLD = WEBSHOP.with_name("alfworld.yaml")
 PROFILES = ("smoke", "cpu", "smollm2", "gpu24", "gpu2x24")
 GOOD = "defaults:\n  rl:\n    lr: 0.001\n"
 
@@ -142,7 +143,6 @@ CONTRADICTIONS = [
     (["rl.kl_estimator=k1"], "rl.kl_estimator: k1 in the loss"),
     (["rl.kl_in=reward"], "rl.kl_estimator: k3 in the reward"),
     (["eval.validation_tasks=0"], "eval.validation_tasks: 0 tasks to validate on every rl.eval_every = 5"),
-    (["rl.reward_source=rules", "env.name=alfworld"], "rl.reward_source: rules exist for webshop only"),
     (["policy.batch_tokens=100"], "policy.batch_tokens: 100 cannot hold one row of policy_model.max_prompt_tokens + "
                                   "max_new_tokens = 512 + 32 = 544 tokens"),
     (["rl.micro_tokens=100"], "rl.micro_tokens: 100 cannot hold one row"),
@@ -267,6 +267,18 @@ def test_values_in_every_notation(write):
     cfg, _ = load(path)
     assert (cfg.rl.lr, cfg.rl.kl_coef, cfg.rl.clip_low, cfg.rl.iterations, cfg.rl.micro_tokens) == (
         1e-5, 0.5, 0.1, 1000, 10_000)
+def test_other_files_name_only_what_differs():
+    """configs/alfworld.yaml: every value of the defaults differs from the schema's and is commented with its source."""
+    text = ALFWORLD.read_text()
+    defaults = text[text.index("defaults:"):text.index("profiles:")]
+    lines = [line for line in defaults.splitlines() if re.match(r"    +\w+: *[^ #]", line)]
+    for line in lines:
+        assert re.search(r" # .* .*\((paper|verl-agent|ours)\)$", line), line
+    cfg, _ = load(ALFWORLD, "cpu")
+    assert len(describe_differences(Config(), cfg)) == len(lines) and cfg.env.name == "alfworld"
+    assert load(ALFWORLD, "smoke", ["env.data=official"])[0].env.data == "official"
+
+
     assert cfg.run.out == "läufe/eins zwei" and cfg.mexp == config.MexpSection()
     assert load(write(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode()))[0].rl.lr == 0.001     # BOM, CRLF
 
