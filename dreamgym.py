@@ -485,7 +485,7 @@ def final_evaluation(cfg: Config, folder: Path, run: Run | None = None) -> None:
             if world.kind:
                 found["by_kind"] = {kind: fidelity.share([found["outcomes"][t.id][0] for t in tasks if world.kind(t) == kind])
                                     for kind in dict.fromkeys(map(world.kind, tasks))}
-            state["policies"].setdefault(label, {})[name] = found
+            results["policies"][label][name] = found
             if run:
                 run.ledger.add("evaluation", found["transitions"], found["tasks"])
     if run:
