@@ -80,7 +80,7 @@ def load_backbone(model_cfg, seed: int = 0, micro_tokens: int = 8192) -> llm.LM:
                                                             bnb_4bit_compute_dtype=compute)
     config.attention_dropout = 0.0                             # any dropout would make log-prob ratios random
     try:
-        with quiet(), training.explain_out_of_memory():
+        with quiet(), training.explain_out_of_memory("set quant: nf4 and lora_rank: 16, or name a smaller model"):
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder, config=config, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
                 attn_implementation=attention, **options)
@@ -131,9 +131,9 @@ def first_line(error: BaseException) -> str:
 
 
 def pick_attention(device: torch.device, compute: torch.dtype) -> str:
-    """Flash attention where it is installed; on CPUs plain matrix products, whose backward pass is faster in bf16."""
+    """Flash attention where it is installed; on CPUs in bf16 plain matrix products, whose backward pass is faster."""
     from transformers.utils import is_flash_attn_2_available
-    if device.type == "cpu":
+    if device.type == "cpu" and compute == torch.bfloat16:
         return "eager"
     return "flash_attention_2" if compute == torch.bfloat16 and is_flash_attn_2_available() else "sdpa"
 

@@ -193,7 +193,7 @@ def train_backbone(cfg: Config, role: str, folder: Path) -> None:
 
     llm.sft(lm, rows.draw, settings.steps, settings.batch_tokens, settings.lr, settings.optimizer,
             derive_seed(cfg.run.seed, role, "rows"), settings.warmup, settings.prompt_weight,
-            micro_tokens=cfg.rl.micro_tokens, state=saved, on_step=on_step)
+            micro_tokens=cfg.rl.micro_tokens, state=saved, on_step=on_step, section=role)
     progress.close()
 
 
@@ -275,7 +275,7 @@ def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, inte
             validation = job.validate()
             if run:
                 run.log(stage, job.iteration, **metrics, **validation, **job.curriculum.metrics())
-                for alarm in rl.alarms(update, job.policy.model.config.vocab_size):
+                for alarm in training.alarms(update, job.policy.model.config.vocab_size):
                     print(f"warning: {stage} {job.iteration}: {alarm}", file=sys.stderr)
                 progress.update(1, success=metrics["success"], kl=metrics["ref_k3"],
                                 **{k: v for k, v in validation.items() if v is not None})

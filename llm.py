@@ -470,9 +470,10 @@ def round_up(length: int, multiple: int = 16) -> int:
     return -(-length // multiple) * multiple
 
 
-def pad_rows(rows: Sequence[Sequence[int]], pad: int, device) -> tuple[Tensor, Tensor]:
-    """Right-padded ids (B, T) and their attention mask, made from lengths (pad may equal EOS)."""
-    T = round_up(max(map(len, rows)))
+def pad_rows(rows: Sequence[Sequence[int]], pad: int, device, multiple: int = 16) -> tuple[Tensor, Tensor]:
+    """Right-padded ids (B, T), T a multiple of ``multiple``, and their attention mask, made from lengths (pad may
+    equal EOS)."""
+    T = round_up(max(map(len, rows)), multiple)
     ids = torch.full((len(rows), T), pad)
     mask = torch.zeros(len(rows), T, dtype=torch.long)
     for i, r in enumerate(rows):
@@ -593,7 +594,7 @@ def schedule(step: int, steps: int, warmup: float) -> float:
 def sft(lm: LM, draw: Callable[[random.Random], Row], steps: int, batch_tokens: int, lr: float, optimizer: str,
         seed: int, warmup: float = 0.05, prompt_weight: float = 0.0, length_power: float = 0.4,
         max_grad_norm: float = 1.0, window: int = 16, state: dict | None = None,
-        on_step: Callable[[int, dict], None] | None = None, micro_tokens: int = 8192) -> None:
+        on_step: Callable[[int, dict], None] | None = None, micro_tokens: int = 8192, section: str = "policy") -> None:
     """Supervised training in place.
 
     ``draw(rng)`` makes one (augmented) row.  Rows are drawn ``window`` batches at a time, sorted by length and cut
@@ -602,7 +603,8 @@ def sft(lm: LM, draw: Callable[[random.Random], Row], steps: int, batch_tokens: 
     ``micro_tokens`` tokens, which changes memory and nothing else.
 
     ``on_step(step, metrics)`` sees every step; a step whose gradient is not finite is skipped (its ``grad_norm`` is
-    NaN).  Raises UserError after three such steps in a row and when memory runs out.
+    NaN).  Raises UserError after three such steps in a row and when memory runs out; it names the settings of
+    ``section`` (``policy`` or ``mexp``) that help.
     """
     opts = optimizers(lm.model, optimizer, lr)
     first = 0
@@ -613,7 +615,8 @@ def sft(lm: LM, draw: Callable[[random.Random], Row], steps: int, batch_tokens: 
     together = Together(opts)
     batches: list[list[Row]] = []
     number = -1
-    with training.mode(lm.model, training=True), training.explain_out_of_memory(together):
+    helps = training.less_training_memory(f"{section}_model", min(batch_tokens, micro_tokens))
+    with training.mode(lm.model, training=True), training.explain_out_of_memory(helps, together):
         for step in range(first, steps):
             if step // window != number:
                 number = step // window
@@ -625,7 +628,8 @@ def sft(lm: LM, draw: Callable[[random.Random], Row], steps: int, batch_tokens: 
                 loss, target_loss, n = sft_loss(lm, rows, [weights[id(r)] for r in rows])
                 (loss / total).backward()
                 loss_sum, tokens = loss_sum + target_loss, tokens + n
-            norm = training.optimizer_step(together, lr * schedule(step, steps, warmup), 0, max_grad_norm)
+            norm = training.optimizer_step(together, lr * schedule(step, steps, warmup), 0, max_grad_norm,
+                                           f"{section}.lr")
             if on_step:
                 on_step(step, {"loss": loss_sum / tokens, "tokens": tokens, "optimizers": opts,
                                "grad_norm": math.nan if norm is None else norm})

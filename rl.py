@@ -22,7 +22,6 @@ denominators and gradients are added up over processes, and all take the same de
 """
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Sequence
@@ -34,8 +33,8 @@ import llm
 from config import UserError
 from envs import Task
 from rollouts import Episode
-from training import (Micro, action_logprobs, collate, explain_out_of_memory, mode, optimizer_step, pack,
-                      reference_policy, state_features, sum_over_ranks)
+from training import (Micro, action_logprobs, deal, explain_out_of_memory, less_training_memory, mode, optimizer_step,
+                      reference_policy, repetition, state_features, sum_over_ranks)
 
 SUMS = ("loss", "policy_loss", "entropy", "clip_fraction", "old_kl", "abs_log_ratio", "ref_k1", "ref_k3")  # logged
 
@@ -254,7 +253,7 @@ def fit_value(value: ValueHead, features: Tensor, returns: Tensor, cfg, generato
             if turns:
                 loss = value_loss(value(features[mb]), returns[mb], old_values[mb], cfg.value_clip) / turns
                 loss.backward()
-                optimizer_step(value.optimizer, cfg.value_lr, 0, cfg.max_grad_norm)
+                optimizer_step(value.optimizer, cfg.value_lr, 0, cfg.max_grad_norm, "rl.value_lr")
     value.updates += 1
     error = returns - old_values
     s = sum_over_ranks({"n": len(returns), "r": returns.sum(), "rr": (returns ** 2).sum(), "e": error.sum(),
@@ -282,25 +281,6 @@ def check(policy: llm.LM, ref, cfg, value: ValueHead | None) -> None:
         raise UserError("policy_model: dropout must be 0 in RL, it would make log-prob ratios random")
 
 
-def repetition(rows: Sequence[Row]) -> float:
-    """Share of token pairs that the same action already held: near 0 for language, near 1 for a stuck policy."""
-    pairs = [list(zip(row.action_ids, row.action_ids[1:])) for row in rows]
-    s = sum_over_ranks({"pairs": sum(map(len, pairs)), "new": sum(len(set(p)) for p in pairs)})
-    return 1 - s["new"] / s["pairs"] if s["pairs"] else 0.0
-
-
-def alarms(metrics: dict[str, float], vocabulary: int) -> list[str]:
-    """Signs of a collapsing or dissolving policy in the metrics of ``update``, one sentence each; mostly none."""
-    found = []
-    if metrics["steps"] and metrics["entropy"] < 1e-3:
-        found.append("the policy is deterministic (entropy below 0.001): raise rl.entropy_coef or lower rl.lr")
-    if metrics["entropy"] > 0.5 * math.log(vocabulary):
-        found.append("the policy is close to random (entropy above half its maximum): lower rl.lr or rl.entropy_coef")
-    if metrics["repetition"] > 0.5:
-        found.append("actions repeat themselves (more than half of the token pairs): lower rl.lr, raise rl.kl_coef")
-    return found
-
-
 def micro_loss(policy: llm.LM, micro: Micro, cfg) -> tuple[Tensor, dict[str, float]]:
     """Policy loss + KL - entropy bonus, summed over the action tokens of one forward pass, and sums for the log."""
     logprobs, entropy = action_logprobs(policy, micro, cfg.temperature, with_entropy=True)               # (A,), (A,)
@@ -315,30 +295,6 @@ def micro_loss(policy: llm.LM, micro: Micro, cfg) -> tuple[Tensor, dict[str, flo
             kl = kl_estimate(logprobs, micro.ref_logprobs, cfg.kl_estimator, micro.old_logprobs)
             loss = loss + cfg.kl_coef * kl.sum()
     return loss, {"loss": loss.item(), **{name: x.item() for name, x in sums.items()}}
-
-
-@dataclass
-class Step:
-    """One optimizer step: its forward passes, and by name what its sum may be divided by, over all processes."""
-    micros: list[Micro]
-    sizes: dict[str, float]
-
-
-def deal(rows: Sequence[Row], policy: llm.LM, cfg, generator) -> list[Step]:
-    """Deal the rows to ``cfg.minibatches`` optimizer steps at random, and each step's rows to forward passes.
-
-    Done once an update: other shapes in later epochs would change low-precision log-probs.
-    """
-    order = [i for i in torch.randperm(len(rows), generator=generator).tolist() if not (cfg.mask_cut and rows[i].cut)]
-    pairs = [(row.prompt_ids, row.action_ids) for row in rows]
-    steps = []
-    for m in range(cfg.minibatches):
-        mb = order[m::cfg.minibatches]                         # no remainder is dropped
-        packs = pack([len(prompt) + len(action) for prompt, action in (pairs[i] for i in mb)], cfg.micro_tokens)
-        sizes = sum_over_ranks({"tokens_of_step": sum(len(pairs[i][1]) for i in mb), "turns_of_step": len(mb),
-                                "episodes_of_step": len({rows[i].episode for i in mb})})
-        steps.append(Step([collate(pairs, [mb[j] for j in part], policy) for part in packs], sizes))
-    return steps
 
 
 @torch.no_grad()
@@ -395,7 +351,7 @@ def update(policy: llm.LM, ref: llm.LM | str | None, optimizer: torch.optim.Opti
     model = policy.model
     totals = Counter(dict.fromkeys((*SUMS, "grad_norm", "tokens"), 0.0))
     counts = Counter(steps=0, skipped_steps=0, empty_steps=0, stopped_early=0)
-    with explain_out_of_memory(optimizer):
+    with explain_out_of_memory(less_training_memory("policy_model", cfg.micro_tokens), optimizer):
         steps = deal(rows, policy, cfg, generator)
         micros = [micro for step in steps for micro in step.micros]
         score(policy, ref, micros, cfg)

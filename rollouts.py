@@ -11,7 +11,7 @@ import torch
 
 import llm
 from envs import Env, Task
-from training import explain_out_of_memory
+from training import explain_out_of_memory, less_sampling_memory
 
 INVALID_ACTION = "invalid"   # what the world is told when the answer holds no action: admissible nowhere
 
@@ -133,11 +133,12 @@ def rollout(policy: llm.LM, batch: Batch, tasks: Sequence[Task], group_ids: Sequ
             alive.remove(i)
         if not alive:
             break
-        with explain_out_of_memory():
+        with explain_out_of_memory(less_sampling_memory("policy_model")):
             samples = llm.generate(policy, [prompts[i] for i in alive], max_new_tokens=max_new_tokens,
                                    temperature=temperature, generator=generator)
         actions = [None if sample.cut else fmt.parse(policy.decode(sample.ids)) for sample in samples]
-        results = batch.step(alive, [INVALID_ACTION if action is None else action for action in actions])
+        with explain_out_of_memory(less_sampling_memory("mexp_model")):          # which plays a dreamed world
+            results = batch.step(alive, [INVALID_ACTION if action is None else action for action in actions])
         for i, sample, action, result in zip(alive, samples, actions, results, strict=True):
             state, reward, terminated, truncated, info = result
             episode = episodes[i]

@@ -5,9 +5,10 @@ No algorithm in here; shapes as in rl.py.
 from __future__ import annotations
 
 import copy
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Iterator, Sequence
+from typing import TYPE_CHECKING, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,12 @@ from torch import Tensor, nn
 import llm
 from config import UserError
 
+if TYPE_CHECKING:
+    from rl import Row
+
 MAX_BAD_STEPS = 3            # non-finite optimizer steps in a row that end the run
-MAX_PADDING = 0.1            # share of padding in a forward pass
+MAX_PADDING = 0.1            # share of padding in a forward pass of several rows
+LENGTHS = 4                  # forward passes are padded to multiples of this: few shapes, see ``llm.round_up``
 
 
 # ------------------------------------------------------------------------------------------------ forward passes
@@ -36,11 +41,11 @@ class Micro:
 
 def pack(lengths: Sequence[int], micro_tokens: int) -> list[list[int]]:
     """Indices of sequences, longest first, in packs of at most ``micro_tokens`` tokens with padding and at most
-    10 % of it; a longer sequence is a pack of its own, none is ever sliced."""
+    10 % of it; a sequence that is longer, or fits no other, is a pack of its own, none is ever sliced."""
     packs: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if packs:
-            padded = (len(packs[-1]) + 1) * lengths[packs[-1][0]]
+            padded = (len(packs[-1]) + 1) * llm.round_up(lengths[packs[-1][0]], LENGTHS)
             used = sum(lengths[j] for j in packs[-1]) + lengths[i]
             if padded <= micro_tokens and used >= (1 - MAX_PADDING) * padded:
                 packs[-1].append(i)
@@ -53,12 +58,36 @@ def collate(pairs: Sequence[tuple[list[int], list[int]]], rows: Sequence[int], p
     """``pairs`` holds (prompt ids, action ids) of all rows, ``rows`` says which of them go into this forward pass.
     All masks are made from lengths: the padding id may equal EOS, and EOS is an action token."""
     chosen = [pairs[i] for i in rows]
-    input_ids, attention_mask = llm.pad_rows([p + a for p, a in chosen], policy.pad_id, policy.device)
+    input_ids, attention_mask = llm.pad_rows([p + a for p, a in chosen], policy.pad_id, policy.device, LENGTHS)
     start = torch.tensor([len(p) for p, _ in chosen], device=policy.device)[:, None] - 1
     lengths = torch.tensor([len(a) for _, a in chosen], device=policy.device)
     position = torch.arange(input_ids.shape[1] - 1, device=policy.device)[None]
     action_mask = (position >= start) & (position < start + lengths[:, None])
     return Micro(list(rows), input_ids, attention_mask, action_mask, lengths)
+
+
+@dataclass
+class Step:
+    """One optimizer step: its forward passes, and by name what its sum may be divided by, over all processes."""
+    micros: list[Micro]
+    sizes: dict[str, float]
+
+
+def deal(rows: Sequence[Row], policy: llm.LM, cfg, generator) -> list[Step]:
+    """Deal the rows to ``cfg.minibatches`` optimizer steps at random, and each step's rows to forward passes.
+
+    Done once an update: other shapes in later epochs would change low-precision log-probs.
+    """
+    order = [i for i in torch.randperm(len(rows), generator=generator).tolist() if not (cfg.mask_cut and rows[i].cut)]
+    pairs = [(row.prompt_ids, row.action_ids) for row in rows]
+    steps = []
+    for m in range(cfg.minibatches):
+        mb = order[m::cfg.minibatches]                         # no remainder is dropped
+        packs = pack([len(prompt) + len(action) for prompt, action in (pairs[i] for i in mb)], cfg.micro_tokens)
+        sizes = sum_over_ranks({"tokens_of_step": sum(len(pairs[i][1]) for i in mb), "turns_of_step": len(mb),
+                                "episodes_of_step": len({rows[i].episode for i in mb})})
+        steps.append(Step([collate(pairs, [mb[j] for j in part], policy) for part in packs], sizes))
+    return steps
 
 
 def action_logprobs(lm: llm.LM, micro: Micro, temperature: float, with_entropy: bool = False):
@@ -74,7 +103,7 @@ def state_features(policy: llm.LM, prompts: Sequence[list[int]], micro_tokens: i
     """Hidden state (N, H) of each prompt's last token, fp32 and detached: what the policy knows before it acts."""
     features = torch.zeros(len(prompts), policy.model.config.hidden_size, device=policy.device)
     for part in pack([len(p) for p in prompts], micro_tokens):
-        ids, mask = llm.pad_rows([prompts[i] for i in part], policy.pad_id, policy.device)
+        ids, mask = llm.pad_rows([prompts[i] for i in part], policy.pad_id, policy.device, LENGTHS)
         last = mask.sum(-1) - 1                                                # (B,)
         features[part] = llm.hidden_states(policy, ids, mask)[torch.arange(len(part)), last].float()
     return features
@@ -125,16 +154,26 @@ def mode(model: nn.Module, training: bool) -> Iterator[None]:
         model.train(before)
 
 
+def less_training_memory(model: str, pass_tokens: int) -> str:
+    """Three settings that lower the memory of training; ``model``: the section ``policy_model`` or ``mexp_model``."""
+    return (f"lower rl.micro_tokens below {pass_tokens}, set {model}.gradient_checkpointing: true, or lower "
+            f"{model}.max_prompt_tokens")
+
+
+def less_sampling_memory(model: str) -> str:
+    """Three settings that lower the memory of sampling."""
+    return f"lower {model}.max_prompt_tokens, {model}.max_new_tokens or rl.tasks_per_step"
+
+
 @contextmanager
-def explain_out_of_memory(optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+def explain_out_of_memory(what_helps: str, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
     """Out of memory becomes one clear line; weights and optimizer stay those of the last complete step."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
-        raise UserError("out of memory: lower rl.micro_tokens, set policy_model.gradient_checkpointing: true, or lower "
-                        "policy_model.max_prompt_tokens; nothing is lost, the same command resumes the run") from error
+        raise UserError(f"out of memory: {what_helps}; nothing is lost, the same command resumes the run") from error
 
 
 # ------------------------------------------------------------------------------------------------ optimizer steps
@@ -143,10 +182,11 @@ def make_optimizer(policy: llm.LM, cfg) -> torch.optim.Optimizer:
     params = [p for p in policy.model.parameters() if p.requires_grad]
     if not params:
         raise UserError("policy_model: no weight is trainable; load its adapter as trainable")
-    kind = torch.optim.AdamW
+    options = {"lr": cfg.lr, "eps": cfg.adam_eps, "weight_decay": cfg.weight_decay}
     if cfg.adam_8bit and policy.device.type == "cuda":
-        from bitsandbytes.optim import AdamW8bit as kind
-    return kind(params, lr=cfg.lr, eps=cfg.adam_eps, weight_decay=cfg.weight_decay)
+        from bitsandbytes.optim import AdamW8bit
+        return AdamW8bit(params, **options)
+    return torch.optim.AdamW(params, fused=True, **options)    # one pass over memory
 
 
 def sum_over_ranks(sums: dict[str, float]) -> dict[str, float]:
@@ -158,11 +198,13 @@ def sum_over_ranks(sums: dict[str, float]) -> dict[str, float]:
     return dict(zip(sums, total.tolist()))
 
 
-def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, warmup: int, max_grad_norm: float) -> float | None:
+def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, warmup: int, max_grad_norm: float,
+                   rate: str = "rl.lr") -> float | None:
     """Sum gradients over processes, clip, step; returns the gradient norm, or None for a step that was skipped.
 
-    A step whose gradient is not finite is skipped on every process; three in a row raise UserError.  The counts live
-    in the optimizer's first parameter group, so that they are saved and resumed with it.
+    A step whose gradient is not finite is skipped on every process; three in a row raise UserError, which names the
+    setting ``rate`` that ``lr`` comes from.  The counts live in the optimizer's first parameter group, so that they
+    are saved and resumed with it.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if dist.is_available() and dist.is_initialized():
@@ -183,6 +225,26 @@ def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, warmup: int, max
         counts["bad_in_a_row"] = bad + 1
     optimizer.zero_grad(set_to_none=True)
     if counts["bad_in_a_row"] >= MAX_BAD_STEPS:
-        raise UserError(f"loss or gradient was not finite in {MAX_BAD_STEPS} steps in a row: lower rl.lr, or resume "
+        raise UserError(f"loss or gradient was not finite in {MAX_BAD_STEPS} steps in a row: lower {rate}, or resume "
                         "from an earlier checkpoint")
     return norm if finite else None
+
+
+# ------------------------------------------------------------------------------------------------ alarms
+def repetition(rows: Sequence[Row]) -> float:
+    """Share of token pairs that the same action already held: near 0 for language, near 1 for a stuck policy."""
+    pairs = [list(zip(row.action_ids, row.action_ids[1:])) for row in rows]
+    s = sum_over_ranks({"pairs": sum(map(len, pairs)), "new": sum(len(set(p)) for p in pairs)})
+    return 1 - s["new"] / s["pairs"] if s["pairs"] else 0.0
+
+
+def alarms(metrics: dict[str, float], vocabulary: int) -> list[str]:
+    """Signs of a collapsing or dissolving policy in the metrics of ``update``, one sentence each; mostly none."""
+    found = []
+    if metrics["steps"] and metrics["entropy"] < 1e-3:
+        found.append("the policy is deterministic (entropy below 0.001): raise rl.entropy_coef or lower rl.lr")
+    if metrics["entropy"] > 0.5 * math.log(vocabulary):
+        found.append("the policy is close to random (entropy above half its maximum): lower rl.lr or rl.entropy_coef")
+    if metrics["repetition"] > 0.5:
+        found.append("actions repeat themselves (more than half of the token pairs): lower rl.lr, raise rl.kl_coef")
+    return found

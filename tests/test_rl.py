@@ -86,6 +86,8 @@ import copy
 import math
 import os
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +95,7 @@ import torch.distributed as dist
 from rl_world import (Bandit, Corridor, Format, byte_tokenizer, config, mean_outcome, play, tiny_policy,
                       word_tokenizer)
 
+import config as settings
 import formats
 import llm
 import rl
@@ -404,19 +407,33 @@ def test_uniform_policy_has_entropy_ln_v():
 
 
 def test_packs_hold_every_row_once_with_little_padding():
-    lengths = [random.Random(0).randint(20, 400) for _ in range(200)] + [5000]
+    rng = random.Random(0)
+    lengths = [rng.randint(20, 400) for _ in range(200)] + [5000]
     packs = training.pack(lengths, micro_tokens=2000)
     assert sorted(i for p in packs for i in p) == list(range(201))
     for p in packs:
-        longest = max(lengths[i] for i in p)
+        longest = llm.round_up(max(lengths[i] for i in p), training.LENGTHS)
         assert len(p) == 1 or len(p) * longest <= 2000
-        assert sum(lengths[i] for i in p) >= 0.9 * len(p) * longest
+        assert len(p) == 1 or sum(lengths[i] for i in p) >= 0.9 * len(p) * longest
+
+
+def test_padding_stays_under_a_tenth():
+    """As passes through the model have it, rows of usual lengths: home and item pages, result pages, and options."""
+    policy, rng = tiny_policy(), random.Random(0)
+    usual = lambda: max(20, round(rng.choices([rng.gauss(27, 2), rng.gauss(61, 5), rng.gauss(164, 5),
+                                               rng.uniform(20, 250)], [20, 45, 30, 5])[0]))
+    for count in (64, 128, 512):
+        rows = random_rows(policy, lengths=[(usual(), rng.randint(2, 18)) for _ in range(count)])
+        micros = [micro for step in training.deal(rows, policy, config(minibatches=4), None) for micro in step.micros]
+        tokens, cells = sum(m.attention_mask.sum() for m in micros), sum(m.attention_mask.numel() for m in micros)
+        assert 1 - tokens / cells < 0.1, count
+        assert len(micros) < count / 3                         # and the passes are large
 
 
 def test_every_row_is_dealt_once():
     policy = tiny_policy()
     rows = random_rows(policy, lengths=[(3, 2)] * 7)
-    steps = rl.deal(rows, policy, config(minibatches=3), None)
+    steps = training.deal(rows, policy, config(minibatches=3), None)
     assert sorted(i for step in steps for micro in step.micros for i in micro.rows) == list(range(7))
     assert [step.sizes["turns_of_step"] for step in steps] == [3, 2, 2]
 
@@ -473,7 +490,7 @@ def test_denominators_are_what_they_are_called():
 def test_advantages_reach_their_own_tokens():
     policy, cfg = tiny_policy(), config(micro_tokens=24, minibatches=2)
     rows = random_rows(policy)
-    micros = [micro for step in rl.deal(rows, policy, cfg, None) for micro in step.micros]
+    micros = [micro for step in training.deal(rows, policy, cfg, None) for micro in step.micros]
     rl.score(policy, None, micros, cfg)
     rl.assign_advantages(policy, rows, micros, cfg, None, None)
     for micro in micros:
@@ -598,6 +615,60 @@ def test_out_of_memory_is_explained(monkeypatch):
     assert all(p.grad is None for p in policy.model.parameters())
 
 
+def settings_in(message):
+    """The values of all settings that a message names; KeyError for one that does not exist."""
+    cfg = settings.load(Path(__file__).parent.parent / "configs" / "webshop.yaml", "cpu")[0].model_dump()
+    return {f"{section}.{key}": cfg[section][key] for section, key in re.findall(r"([a-z]\w+)\.([a-z]\w+)", message)}
+
+
+def out_of_memory(*arguments, **options):
+    raise torch.OutOfMemoryError("out of memory")
+
+
+@pytest.mark.parametrize("section", ["policy", "mexp"])
+def test_supervised_stages_name_their_own_settings(monkeypatch, section):
+    """A pass of theirs holds as many tokens as the smaller of the batch and ``rl.micro_tokens`` says."""
+    lm, row = tiny_policy(), llm.Row([2, 3], [4, 1])
+    for batch_tokens, micro_tokens in ((64, 256), (256, 64)):
+        with monkeypatch.context() as patch, pytest.raises(UserError) as error:
+            patch.setattr(llm, "sft_loss", out_of_memory)
+            llm.sft(lm, lambda rng: row, 2, batch_tokens, 1e-2, "adamw", 0, micro_tokens=micro_tokens, section=section)
+        assert "lower rl.micro_tokens below 64," in str(error.value)
+        assert settings_in(str(error.value)).keys() == {
+            "rl.micro_tokens", f"{section}_model.gradient_checkpointing", f"{section}_model.max_prompt_tokens"}
+    monkeypatch.setattr(llm, "token_weights", lambda row, *rest: torch.full((3,), math.inf))
+    with pytest.raises(UserError, match="not finite") as error:
+        llm.sft(lm, lambda rng: row, 4, 64, 1e-2, "adamw", seed=0, section=section)
+    assert settings_in(str(error.value)).keys() == {f"{section}.lr"}
+
+
+def test_rl_names_its_own_settings(monkeypatch):
+    policy, rows = tiny_policy(), random_rows(tiny_policy())
+    with monkeypatch.context() as patch, pytest.raises(UserError) as error:
+        patch.setattr(rl, "micro_loss", out_of_memory)
+        rl.update(policy, None, sgd(policy), rows, config(micro_tokens=96))
+    assert "lower rl.micro_tokens below 96," in str(error.value)
+    assert settings_in(str(error.value)).keys() == {
+        "rl.micro_tokens", "policy_model.gradient_checkpointing", "policy_model.max_prompt_tokens"}
+    for owner, name, model in ((llm, "generate", "policy_model"), (Bandit, "step", "mexp_model")):
+        with monkeypatch.context() as patch, pytest.raises(UserError) as error:
+            patch.setattr(owner, name, out_of_memory)
+            play(policy, Bandit, 2)
+        assert settings_in(str(error.value)).keys() == {
+            f"{model}.max_prompt_tokens", f"{model}.max_new_tokens", "rl.tasks_per_step"}
+    value = rl.ValueHead(32, 1e-2)
+    for rate, nan in (("rl.value_lr", "reward"), ("rl.lr", "advantage")):
+        for row in rows:
+            row.advantage = row.reward = 1.0
+            setattr(row, nan, math.nan)
+        critic = value if nan == "reward" else None
+        with pytest.raises(UserError, match="not finite") as error:
+            for _ in range(3):
+                rl.update(policy, None, sgd(policy), rows, config(algorithm="ppo" if critic else "grpo", minibatches=3),
+                          critic)
+        assert settings_in(str(error.value)).keys() == {rate}
+
+
 def test_first_step_is_bounded():
     """Adam turns a gradient of any size into a step of about lr: warm-up and eps bound the first ones."""
     for warmup, eps, bound in ((0, 1e-8, 1e-3), (10, 1e-8, 1e-4), (0, 1e-3, 1e-8)):
@@ -630,10 +701,10 @@ def test_alarms():
     stuck = [Row([2], [3] * 20 + [1], i, 0.0, False, 1.0) for i in range(4)]
     fine = [Row([2], [3, 1], i, 0.0, False, 1.0) for i in range(4)]
     metrics = rl.update(policy, None, sgd(policy), stuck, cfg)
-    assert metrics["repetition"] > 0.8 and any("repeat" in line for line in rl.alarms(metrics, 10**9))
+    assert metrics["repetition"] > 0.8 and any("repeat" in line for line in training.alarms(metrics, 10**9))
     metrics = rl.update(policy, None, sgd(policy), fine, cfg)
-    assert rl.alarms(metrics, 10**9) == [] and "random" in rl.alarms(metrics, 5)[0]
-    assert "deterministic" in rl.alarms(metrics | {"entropy": 0.0}, 5)[0]
+    assert training.alarms(metrics, 10**9) == [] and "random" in training.alarms(metrics, 5)[0]
+    assert "deterministic" in training.alarms(metrics | {"entropy": 0.0}, 5)[0]
 
 
 # ------------------------------------------------------------------------------------------------ critic
