@@ -24,10 +24,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import random
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Callable, Hashable, Sequence
 
@@ -46,6 +49,7 @@ from runs import Run, derive_seed, write_whole
 
 Z = 1.959964                    # two-sided 95 %
 BATCH = 256                     # predictions, episodes side by side
+RARE = 0.01                     # kinds of action below this share of the steps are counted together
 
 
 # ------------------------------------------------------------------------------------------------ intervals
@@ -188,29 +192,43 @@ def field_scores(grammar: Grammar, real: str, predicted: str | None) -> dict[str
     return scores
 
 
+def action_kinds(grammar: Grammar, transitions: Sequence[Transition]) -> list[str]:
+    """What each step does: page kind and action without its content words and numbers (``results: click ..``)."""
+    found = []
+    for t in transitions:
+        content = grammar.content_words(t.action)
+        words = [".." if w in content or re.search(r"\d", w) else w for w in t.action.split(" ")]
+        found.append(f"{grammar.kind(t.state)}: " + " ".join(w for w, _ in itertools.groupby(words)))
+    count = Counter(found)
+    return [kind if count[kind] >= RARE * len(found) else "other actions" for kind in found]
+
+
 def teacher_forced(model: ExperienceModel, transitions: Sequence[Transition]) -> dict:
     """Single-step fidelity on real transitions, whole episodes in order (section 11.1 and 11.2).
 
     ``exact``: next state equal to the real one (rendering has normalised both); ``by_move``: the same by (page kind ->
-    page kind); ``fields``: see ``field_scores``; ``done``: accuracy of the flag; ``success_precision`` and
-    ``success_recall`` over single steps; ``unparsed``: share of the steps for which no well-formed text came, which
-    count as wrong everywhere.
+    page kind), ``by_action``: by ``action_kinds``; ``fields``: see ``field_scores``; ``done``: accuracy of the flag;
+    ``success_precision`` and ``success_recall`` over single steps; ``unparsed``: share of the steps for which no
+    well-formed text came, which count as wrong everywhere.
     """
     grammar = model.codec.grammar
     found = predictions(model, queries_of(transitions))
     episodes = [t.episode for t in transitions]
     exact = [p is not None and p.next_state == t.next_state for p, t in zip(found, transitions)]
-    moves: dict[str, list[int]] = {}
+    moves = [f"{grammar.kind(t.state)} -> {grammar.kind(t.next_state)}" for t in transitions]
     fields: dict[str, list[tuple[float, str]]] = {}
-    for i, (p, t) in enumerate(zip(found, transitions)):
-        moves.setdefault(f"{grammar.kind(t.state)} -> {grammar.kind(t.next_state)}", []).append(i)
+    for p, t in zip(found, transitions):
         for name, score in field_scores(grammar, t.next_state, p.next_state if p else None).items():
             fields.setdefault(name, []).append((score, t.episode))
     declared = [p is not None and p.success for p in found]
+
+    def by(kinds: Sequence[str]) -> dict[str, dict]:
+        """Exact next states by kind, the most frequent kind first."""
+        rows = {kind: [i for i, one in enumerate(kinds) if one == kind] for kind, _ in Counter(kinds).most_common()}
+        return {kind: share([exact[i] for i in own], [episodes[i] for i in own]) for kind, own in rows.items()}
+
     return {
-        "exact": share(exact, episodes),
-        "by_move": {move: share([exact[i] for i in rows], [episodes[i] for i in rows])
-                    for move, rows in sorted(moves.items(), key=lambda item: -len(item[1]))},
+        "exact": share(exact, episodes), "by_move": by(moves), "by_action": by(action_kinds(grammar, transitions)),
         "fields": {name: share(*zip(*scores)) for name, scores in fields.items()},
         "done": share([p is not None and p.done == t.done for p, t in zip(found, transitions)], episodes),
         "success_precision": share([t.success for t, said in zip(transitions, declared) if said]),
@@ -364,7 +382,8 @@ ROWS = (                                                       # (result, what t
     ("", "single steps on held-out tasks", True),
     ("exact", "next state exact", True), ("done", "done flag right", True),
     ("success_precision", "success flag, precision", True), ("success_recall", "success flag, recall", True),
-    ("unparsed", "no well-formed answer", True), ("by_move", "next state exact", True), ("fields", "field", True),
+    ("unparsed", "no well-formed answer", True), ("by_move", "next state exact", True),
+    ("by_action", "next state exact", True), ("fields", "field", True),
     ("", "balanced final steps", True),
     ("false_success", "failures declared successful", True), ("false_failure", "successes declared failed", True),
     ("unseen_false_success", "failures declared successful, unseen words", True),
@@ -379,6 +398,7 @@ ROWS = (                                                       # (result, what t
     ("eps_P", "eps_P: next state wrong (TV)", True), ("eps_R", "eps_R: |R - Rhat|", True),
     ("gap", "dreamed - real success", False), ("bound", "bound: sum of eps_P + eps_R", False),
     ("coupled_bound", "bound: episodes with any error", False))
+NESTED = ("by_move", "by_action", "fields")                    # results that are themselves named results
 
 
 def table(results: dict) -> str:
@@ -388,9 +408,8 @@ def table(results: dict) -> str:
         if not name:
             heading = f"{label:52}{'value':>8}   95 % interval        n"
         elif name in results:
-            nested = name in ("by_move", "fields")
             found = {label: results[name]}
-            if nested:
+            if name in NESTED:
                 found = {f"  {label}: {key}": one for key, one in results[name].items()}
             lines += [heading] if heading else []
             lines += [_line(*item, per_cent) for item in found.items()]

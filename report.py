@@ -293,7 +293,7 @@ def fidelity_table(runs: Sequence[RunData]) -> str:
         return "<p class=quiet>Not measured yet.</p>"
     first, rows, detailed = [], [], []                          # the judgement of outcomes is what RL lives on
     for name, label, per_cent in fidelity.ROWS:
-        nested = name in ("by_move", "fields")
+        nested = name in fidelity.NESTED
         parts = dict.fromkeys(part for _, found in columns for part in found.get(name, {})) if nested else [None]
         for part in parts:
             ones = [(found.get(name, {}).get(part) if nested else found.get(name)) for _, found in columns]

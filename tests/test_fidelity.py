@@ -143,9 +143,11 @@ def test_held_out_transitions_are_real_data_of_that_split(tmp_path):
 def test_a_perfect_model_is_perfect():
     found = fidelity.teacher_forced(Oracle(), HELD_OUT)
     measures = [found[k] for k in ("exact", "done", "success_precision", "success_recall")]
-    measures += [*found["by_move"].values(), *found["fields"].values()]
+    measures += [*found["by_move"].values(), *found["by_action"].values(), *found["fields"].values()]
     assert all(one["value"] == 1 for one in measures) and found["unparsed"]["value"] == 0
-    assert sum(one["n"] for one in found["by_move"].values()) == len(HELD_OUT) == found["exact"]["n"]
+    for name in ("by_move", "by_action"):
+        assert sum(one["n"] for one in found[name].values()) == len(HELD_OUT) == found["exact"]["n"]
+    assert {"home: search ..", "results: click ..", "item: click buy"} <= found["by_action"].keys()
     assert {"kind", "items", "title", "price", "options", "chosen", "clickable"} <= found["fields"].keys()
 
 
@@ -161,7 +163,7 @@ def test_mistakes_are_counted_where_they_are_made():
     won = sum(t.success for t in final)
     assert 0 < won < len(final)
     assert found["exact"]["value"] == pytest.approx((len(unmoved) + len(final) - won) / len(HELD_OUT))
-    assert found["by_move"]["home -> results"]["value"] == 0
+    assert found["by_move"]["home -> results"]["value"] == found["by_action"]["home: search .."]["value"] == 0
     assert found["done"]["value"] == pytest.approx(1 - won / len(HELD_OUT))
     assert found["success_precision"]["value"] == found["success_recall"]["value"] == 0
     assert found["success_precision"]["n"] == len(final) - won and found["success_recall"]["n"] == won
