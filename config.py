@@ -72,6 +72,7 @@ class CollectSection(Section):
     noisy: Count = 1050
     mediocre: Count = 250
     random: Count = 100
+    curious: Count = 200
 
 
 class TinySection(Section):
@@ -101,14 +102,14 @@ class MexpModelSection(ModelSection):
 
 class SftSection(Section):
     """Supervised training, shared by cloning the policy and by the experience model."""
-    steps: Positive = 1000
+    steps: Positive = 700
     batch_tokens: Int = Field(1024, ge=16, le=10**7)
     lr: Rate = 4e-3
     optimizer: Literal["muon", "adamw"] = "muon"
     warmup: Share = 0.05
     prompt_weight: Share = 0.2
     rename: Share = 0.5
-    history: Int = Field(2, ge=0, le=100)
+    history: Int = Field(4, ge=0, le=100)
     heads: Literal["constructed", "random"] = "random"
 
 
@@ -120,6 +121,7 @@ class PolicySection(SftSection):
 
 class MexpSection(SftSection):
     steps: Positive = 1200
+    history: Int = Field(2, ge=0, le=100)
     heads: Literal["constructed", "random"] = "constructed"
     format: Literal["edits", "full"] = "edits"
     reasoning: bool = True
@@ -194,7 +196,7 @@ class CurriculumSection(Section):
 
 
 class S2RSection(Section):
-    transitions: Count = 1200
+    transitions: Count = 1500
     tasks_per_step: Int = Field(8, ge=1, le=65536)
     lr: Rate = 1e-4
 

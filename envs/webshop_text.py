@@ -508,7 +508,10 @@ class WebShopGrammar:
         words = []
         if page.kind == "results" and limit:
             opened = [int(a.split(" ")[1]) for a in history if re.fullmatch(r"click \d+", a)]
-            for number, item in list(enumerate(page.items, 1))[opened[-1] if opened else 0:]:
+            last = opened[-1] if opened else 0
+            if 0 < last <= len(page.items):
+                words += [str(last), page.items[last - 1].price]
+            for number, item in list(enumerate(page.items, 1))[last:]:
                 fine = dollars(item.price) <= limit_of(limit)
                 words += [str(number), item.price, "ok" if fine else "no"]
                 if fine:
@@ -677,7 +680,19 @@ def _random(grammar: WebShopGrammar, task: str, state: str, history: list[str], 
     return action
 
 
-POLICIES = {"expert": _expert, "noisy": _noisy, "mediocre": _mediocre, "random": _random}
+def _curious(grammar: WebShopGrammar, task: str, state: str, history: list[str], rng: random.Random,
+             taken: set[str]) -> str:
+    page = parse(state)
+    links = {"home": [_query(grammar, task)], "item": ["click features", "click description"],
+             "results": ["click next", *(f"click {number}" for number in range(1, len(page.items) + 1))]}
+    ways_out = {"home": links["home"][0], "results": "click next" if page.items else "click back"}
+    fresh = [link for link in links.get(page.kind, []) if grammar.key(state, link) not in taken]
+    action = fresh[0] if fresh else ways_out.get(page.kind, "click prev")
+    taken.add(grammar.key(state, action))
+    return action
+
+
+POLICIES = {"expert": _expert, "noisy": _noisy, "mediocre": _mediocre, "random": _random, "curious": _curious}
 
 
 def policy(name: str, grammar: WebShopGrammar) -> Policy:
@@ -685,9 +700,10 @@ def policy(name: str, grammar: WebShopGrammar) -> Policy:
 
     ``expert`` compares the hits with the task, opens the best, and goes back where a page does not fit; ``noisy``
     mixes the other three; ``mediocre`` buys what it opens first and forgets options; ``random`` clicks anything, now
-    and then what the page does not offer, so that the data show what happens then.
+    and then what the page does not offer, so that the data show what happens then.  ``curious`` buys nothing: it takes
+    the links that it has never taken before, in earlier episodes neither (further results, products, their sub pages).
     Raises ValueError on an unknown name.
     """
     if name not in POLICIES:
         raise ValueError(f"unknown scripted policy {name!r}; known: {', '.join(POLICIES)}")
-    return partial(POLICIES[name], grammar)
+    return partial(POLICIES[name], grammar, **({"taken": set()} if name == "curious" else {}))
