@@ -18,7 +18,7 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Sequence
+from typing import Callable, Iterator, Sequence
 
 import torch
 
@@ -42,6 +42,7 @@ from runs import Checkpoints, Interrupt, Progress, Run, Stopped, derive_seed, wr
 CURVE_EVERY, SFT_SAVE_EVERY = 20, 200      # optimizer steps between points of the curve, between checkpoints
 EVAL_ROWS = 96                             # episodes side by side in an evaluation
 GATE_EPISODES = {"expert": 1, "noisy": 2, "mediocre": 2, "random": 0.4}    # real ones, times eval.validation_tasks
+GATE_CURIOUS = 0.2                         # likewise, where there is such a policy
 GATE_PURCHASES = 240                       # of each outcome
 STAGES = ("collect", "policy", "mexp", "fidelity", "dream", "s2r", "real", "eval")
 RL_STAGES = {"dream": ("dream", "s2r"), "real": ("real",), "both": ("dream", "s2r", "real"), "bc": ()}   # by method
@@ -95,10 +96,12 @@ def collect(cfg: Config, run: Run) -> None:
     plan = [name for name, count in cfg.collect for _ in range(count)]
     transitions: list[Transition] = []
     successes = dict.fromkeys(dict(cfg.collect), 0)
+    acts = {name: world.scripted(name) for name in dict.fromkeys(plan)}
+    unseen = varied(tasks, acts["curious"], rng) if "curious" in acts else iter(())
     with Progress("collect", len(plan)) as progress:
         for number, name in enumerate(plan):
-            transitions += fidelity.play_scripted(env, rng.choice(tasks), world.scripted(name), grammar,
-                                                  f"{name}-{number:06d}", rng)
+            task = next(unseen) if name == "curious" else rng.choice(tasks)
+            transitions += fidelity.play_scripted(env, task, acts[name], grammar, f"{name}-{number:06d}", rng)
             successes[name] += transitions[-1].success
             progress.update(1, transitions=len(transitions))
     write_transitions(run.path("offline.jsonl"), transitions)
@@ -113,6 +116,20 @@ def collect(cfg: Config, run: Run) -> None:
     print("collect: success of the scripted policies on training tasks: "
           + ", ".join(f"{n} {r:.0%}" for n, r in rates.items()) + f"; {len(transitions):,} transitions")
     run.mark_done("collect", {"transitions": len(transitions), "success": rates})
+
+
+def varied(tasks: Sequence[Task], act: Callable, rng: random.Random) -> Iterator[Task]:
+    """The tasks again and again in random order; each time those first on which ``act`` begins unlike on any before."""
+    while True:
+        begun, later = set(), []
+        for task in rng.sample(tasks, len(tasks)):
+            action = act(task.text, task.start, [], rng)
+            if action in begun:
+                later.append(task)
+            else:
+                begun.add(action)
+                yield task
+        yield from later
 
 
 def training_grammar(world: World, offline: Sequence[Transition]) -> Grammar:
@@ -444,7 +461,8 @@ def measure_fidelity(cfg: Config, run: Run) -> None:
     grammar = training_grammar(world, offline)
     lm = trained_lm(cfg, "mexp", run.folder)
     model = new_mexp(cfg, lm, grammar, new_buffer(cfg, grammar, world, offline))
-    episodes = {name: int(share * cfg.eval.validation_tasks) for name, share in GATE_EPISODES.items()}
+    shares = GATE_EPISODES | ({"curious": GATE_CURIOUS} if cfg.collect.curious else {})
+    episodes = {name: int(share * cfg.eval.validation_tasks) for name, share in shares.items()}
     held_out = fidelity.held_out_transitions(world, grammar, "validation", episodes, cfg.run.seed, cfg.env.max_steps)
     run.ledger.add("validation", len(held_out), sum(episodes.values()))
     found = fidelity.teacher_forced(model, held_out)

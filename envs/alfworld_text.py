@@ -838,7 +838,8 @@ def _slipping(share: float):
     return act
 
 
-POLICIES = {"expert": explorer, "noisy": _slipping(0.75), "mediocre": _slipping(0.88), "random": _anything}
+POLICIES = {"expert": explorer, "noisy": _slipping(0.75), "mediocre": _slipping(0.88), "random": _anything,
+            "curious": explorer}
 
 
 def policy(name: str):

@@ -613,6 +613,7 @@ EXPERT_TRIES = 3            # products opened before it settles for the one at h
 NOISY_MIX = (53, 37, 10)    # of 100 actions of the noisy expert: by the expert, the mediocre, the random rule
 RANDOM_MISFITS = 0.3                 # share of random clicks on what the page need not offer
 MEDIOCRE_FORGETS = 0.31     # probability, per option, to buy without it
+CURIOUS_PAGES = 3           # results pages of a search that the curious look through
 
 
 def _query(grammar: WebShopGrammar, task: str) -> str:
@@ -683,10 +684,13 @@ def _random(grammar: WebShopGrammar, task: str, state: str, history: list[str], 
 def _curious(grammar: WebShopGrammar, task: str, state: str, history: list[str], rng: random.Random,
              taken: set[str]) -> str:
     page = parse(state)
-    links = {"home": [_query(grammar, task)], "item": ["click features", "click description"],
-             "results": ["click next", *(f"click {number}" for number in range(1, len(page.items) + 1))]}
-    ways_out = {"home": links["home"][0], "results": "click next" if page.items else "click back"}
+    links = {"item": ["click features", "click description"],
+             "results": ["click next"] if page.number < CURIOUS_PAGES else []}
     fresh = [link for link in links.get(page.kind, []) if grammar.key(state, link) not in taken]
+    fresh += [f"click {number}" for number, item in enumerate(page.items, 1) if item.title not in taken]
+    if page.kind == "item" and not fresh:
+        taken.add(page.title)                                  # nothing is left to be seen of it
+    ways_out = {"home": _query(grammar, task), "results": "click next" if page.items else "click back"}
     action = fresh[0] if fresh else ways_out.get(page.kind, "click prev")
     taken.add(grammar.key(state, action))
     return action

@@ -4,9 +4,14 @@ import os
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import dreamgym
+import envs
+import fidelity
+from envs import Task
 from envs import webshop_text as wt
 from envs.catalog import scripted_baseline, training_grammar
 from envs.webshop import Shop, WebShopEnv
@@ -273,3 +278,25 @@ def test_scripted_policies_keep_their_distance():
     assert 0.12 < success["mediocre"] < 0.4 and success["random"] < 0.05
     with pytest.raises(ValueError, match="noisy"):
         wt.policy("perfect", GRAMMAR)
+
+
+def test_the_curious_shopper_takes_what_it_has_not_taken():
+    world = envs.open_world(SimpleNamespace(name="webshop", data=None, human_goals=False, catalog_seed=0, max_steps=10,
+                                            train_tasks=None))
+    grammar, act, rng = world.grammar([]), world.scripted("curious"), random.Random(0)
+    transitions = []
+    for number in range(12):                                   # the same task again and again
+        transitions += fidelity.play_scripted(world.make(), world.tasks["train"][0], act, grammar, f"c{number}", rng)
+    assert not any(t.done for t in transitions)
+    kinds = Counter(grammar.kind(t.next_state) for t in transitions)
+    assert kinds["features"] > 8 and kinds["description"] > 8 and transitions[1].action == "click next"
+    for kind in ("features", "description"):
+        keys = [grammar.key(t.state, t.action) for t in transitions if t.action == f"click {kind}"]
+        assert len(set(keys)) == len(keys)
+
+
+def test_varied_tasks_begin_unlike():
+    tasks = [Task(str(i), f"{word} ,", "train") for i, word in enumerate("aababca")]
+    order = [t.text[0] for _, t in zip(range(14), dreamgym.varied(tasks, lambda text, *_: text, random.Random(0)))]
+    assert sorted(order[:3]) == ["a", "b", "c"] and sorted(order[:7]) == sorted("aababca")
+    assert sorted(order[7:10]) == ["a", "b", "c"]
