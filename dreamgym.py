@@ -31,13 +31,15 @@ import llm
 import parallel
 import rl
 import rollouts
+import teacher
 import training
 from buffer import ReplayBuffer, Transition, make_encoder, read_transitions, write_transitions
 from config import Config, UserError
 from curriculum import Curriculum, TaskWriter, graded_stats, writer_rows
+from endpoint import Endpoint, EndpointLM
 from envs import Grammar, Task, World, open_world
 from mexp import (PIECES, Codec, DreamEnv, ExperienceModel, Renamed, TrainingRows, content_words, random_names, rename)
-from runs import Checkpoints, Interrupt, Progress, Run, Stopped, derive_seed, write_whole
+from runs import Checkpoints, Interrupt, Progress, Run, Stopped, cache_folder, derive_seed, write_whole
 
 CURVE_EVERY, SFT_SAVE_EVERY = 20, 200      # optimizer steps between points of the curve, between checkpoints
 EVAL_ROWS = 96                             # episodes side by side in an evaluation
@@ -62,8 +64,12 @@ def new_lm(cfg: Config, role: str, folder: Path) -> llm.LM:
 
 def trained_lm(cfg: Config, role: str, folder: Path, stage: str | None = None) -> llm.LM:
     """The backbone of ``role`` with the weights that ``stage`` (by default its supervised training) left."""
-    lm = new_lm(cfg, role, folder)
-    _, state = Run.newest(folder, stage or role)
+    return restored(new_lm(cfg, role, folder), folder, stage or role)
+
+
+def restored(lm: llm.LM, folder: Path, stage: str) -> llm.LM:
+    """``lm`` with the weights that ``stage`` left."""
+    _, state = Run.newest(folder, stage)
     lm.load_weights(state["weights"])
     return lm
 
@@ -81,7 +87,48 @@ def new_codec(cfg: Config, grammar: Grammar, buffer: ReplayBuffer) -> Codec:
     return Codec(grammar, buffer, cfg.mexp.format == "edits", cfg.mexp.history, cfg.retrieval.k, cfg.mexp.reasoning)
 
 
-def new_mexp(cfg: Config, lm: llm.LM, grammar: Grammar, buffer: ReplayBuffer) -> ExperienceModel:
+def new_server(cfg: Config, address: str) -> Endpoint:
+    """The server of ``mexp.teacher`` or ``mexp.endpoint``; its answers are kept in the cache folder."""
+    return Endpoint(address, cfg.mexp.server_model, cache_folder() / "endpoint",
+                    prices=(cfg.mexp.price_in, cfg.mexp.price_out))
+
+
+def keep_account(run: Run | None, server: Endpoint) -> str:
+    """Adds what all processes asked of the server since the last time to server.json; a line with the sums.
+
+    Killed runs and repeated stages included: paid is paid.
+    """
+    counts = parallel.gather([server.take_counts()])
+    if not run:
+        return ""
+    path = run.path("server.json")
+    total = json.loads(path.read_text()) if path.exists() else {}
+    for name in counts[0]:
+        total[name] = total.get(name, 0) + sum(part[name] for part in counts)
+    write_whole(path, json.dumps(total, indent=1) + "\n")
+    return f"server {server.base}, all in all: " + ", ".join(
+        f"{n:.4f} cost" if name == "cost" else f"{n:,} {name.replace('_', ' ')}" for name, n in total.items())
+
+
+def experience_lm(cfg: Config, folder: Path) -> llm.LM | EndpointLM:
+    """What plays the environment: the server of ``mexp.endpoint``, or the backbone trained in this run."""
+    return EndpointLM(new_server(cfg, cfg.mexp.endpoint)) if cfg.mexp.endpoint else trained_lm(cfg, "mexp", folder)
+
+
+def policy_and_world(cfg: Config, folder: Path, stage: str) -> tuple[llm.LM, llm.LM | EndpointLM]:
+    """The policy that ``stage`` left and what plays the environment; two adapters on one copy of the frozen weights
+    where both models have the same base (the reference policy will be a third)."""
+    shared = not cfg.mexp.endpoint and backbones.same_base(cfg.policy_model, cfg.mexp_model)
+    if shared and parallel.rank() == 0:
+        print(backbones.shared_memory(cfg.policy_model, cfg.mexp_model, cfg.rl.micro_tokens), flush=True)
+    policy = trained_lm(cfg, "policy", folder, stage)
+    if not shared:
+        return policy, experience_lm(cfg, folder)
+    lm = backbones.attach_adapter(policy, "mexp", cfg.mexp_model)
+    return policy, restored(lm, folder, "mexp")
+
+
+def new_mexp(cfg: Config, lm: llm.LM | EndpointLM, grammar: Grammar, buffer: ReplayBuffer) -> ExperienceModel:
     return ExperienceModel(lm, new_codec(cfg, grammar, buffer), cfg.mexp_model.max_new_tokens, cfg.mexp.temperature,
                            cfg.mexp.retries)
 
@@ -104,6 +151,7 @@ def collect(cfg: Config, run: Run) -> None:
             transitions += fidelity.play_scripted(env, task, acts[name], grammar, f"{name}-{number:06d}", rng)
             successes[name] += transitions[-1].success
             progress.update(1, transitions=len(transitions))
+    transitions = explain(cfg, run, grammar, transitions)
     write_transitions(run.path("offline.jsonl"), transitions)
     run.ledger.add("offline", len(transitions), len(plan))
     if "tiny" in (cfg.policy_model.name, cfg.mexp_model.name):
@@ -130,6 +178,39 @@ def varied(tasks: Sequence[Task], act: Callable, rng: random.Random) -> Iterator
                 begun.add(action)
                 yield task
         yield from later
+
+
+def teacher_section(cfg: Config) -> config.ModelSection:
+    """How a local teacher is loaded: as the experience model is, without any training."""
+    return cfg.mexp_model.model_copy(update={"name": cfg.mexp.teacher, "lora_rank": 0, "gradient_checkpointing": False,
+                                             "max_new_tokens": teacher.ANSWER_TOKENS})
+
+
+def explain(cfg: Config, run: Run, grammar: Grammar, transitions: Sequence[Transition],
+            stopping: Callable[[], bool] = bool) -> list[Transition]:
+    """The transitions with reasoning traces R* by the teacher of the configuration.
+
+    Leaves annotations.jsonl (one trajectory a line, in the paper's form), from which an interrupted stage goes on.
+    """
+    name, path, server = cfg.mexp.teacher, run.path("annotations.jsonl"), None
+    if name == "rules":
+        path.unlink(missing_ok=True)                           # made in a moment, so always anew
+        who = teacher.RulesTeacher(grammar)
+    elif config.is_address(name):
+        server = new_server(cfg, name)
+        who = teacher.endpoint_teacher(server)
+    else:
+        who = teacher.local_teacher(backbones.load_backbone(teacher_section(cfg), frozen=True))
+    try:
+        annotated, annotations = teacher.annotate(who, transitions, path, stopping)
+    finally:
+        if server:                                             # paid is paid, however this ends
+            print(keep_account(run, server))
+    missing = sum(a is None for a in annotations)
+    if missing:
+        print(f"teacher: nothing valid about {missing} of {len(annotations)} trajectories, which keep the traces of the "
+              f"rules; for example {who.problems[-1] if getattr(who, 'problems', None) else 'see annotations.jsonl'}")
+    return annotated
 
 
 def training_grammar(world: World, offline: Sequence[Transition]) -> Grammar:
@@ -217,7 +298,7 @@ def train_backbone(cfg: Config, role: str, folder: Path) -> None:
 def pretrain(cfg: Config, run: Run, interrupt: Interrupt) -> None:
     """Policy and experience model side by side: neither needs the other's weights."""
     roles = [role for role in ("policy", "mexp") if not run.stage_done(role)
-             and not (role == "mexp" and "dream" not in RL_STAGES[cfg.run.method])]
+             and not (role == "mexp" and ("dream" not in RL_STAGES[cfg.run.method] or cfg.mexp.endpoint))]
     parallel.side_by_side([(train_backbone, (cfg, role, run.folder)) for role in roles], cfg.run.threads,
                           at_once=cfg.run.processes > 1 and len(roles) > 1, stopping=lambda: bool(interrupt))
     if interrupt:
@@ -317,7 +398,10 @@ class RLJob:
         self.grammar = training_grammar(self.world, offline)
         self.words = content_words(self.grammar, offline)
         self.dreaming = stage == "dream"
-        self.policy = trained_lm(cfg, "policy", folder, "dream" if stage == "s2r" else "policy")
+        if self.dreaming:
+            self.policy, lm = policy_and_world(cfg, folder, "policy")
+        else:
+            self.policy = trained_lm(cfg, "policy", folder, "dream" if stage == "s2r" else "policy")
         self.format = formats.PolicyFormat(self.policy, cfg.policy.history)
         self.reference = training.freeze_reference(self.policy) if cfg.rl.kl_in != "none" else None
         self.optimizer = training.make_optimizer(self.policy, self.rl)
@@ -330,11 +414,11 @@ class RLJob:
         self.validation = spread(self.world.tasks["validation"], cfg.eval.validation_tasks)
         self.iteration, self.used, self.real, self.writer, self.mexp = 0, 0, 0, None, None
         if self.dreaming:
-            lm = trained_lm(cfg, "mexp", folder)
             self.buffer = new_buffer(cfg, self.grammar, self.world, offline)
             self.mexp = new_mexp(cfg, lm, self.grammar, self.buffer)
             self.batch = DreamEnv(self.mexp, cfg.env.max_steps, cfg.rl.reward_source)
-            self.writer = TaskWriter(lm, cfg.curriculum.candidates, cfg.mexp_model.max_new_tokens)
+            if cfg.curriculum.enabled:
+                self.writer = TaskWriter(lm, cfg.curriculum.candidates, cfg.mexp_model.max_new_tokens)
         else:
             count = (cfg.s2r if stage == "s2r" else cfg.rl).tasks_per_step * cfg.rl.group_size
             self.batch = rollouts.RealBatch([self.world.make() for _ in range(count)], self.spend)
@@ -399,6 +483,8 @@ class RLJob:
             if self.run:
                 self.run.ledger.add("s2r" if self.stage == "s2r" else "rl", used)
             return {"unparsed": 0.0, "buffer_dream": 0, "buffer_rejected": 0.0}
+        if isinstance(self.mexp.lm, EndpointLM):
+            keep_account(self.run, self.mexp.lm.endpoint)
         dreamed = parallel.gather(self.batch.transitions)
         if self.run:
             append_transitions(self.folder / "dream.jsonl", dreamed)
@@ -459,7 +545,7 @@ def measure_fidelity(cfg: Config, run: Run) -> None:
     """Stage ``fidelity``: the experience model on real transitions of validation tasks."""
     world, offline = open_world(cfg.env), read_transitions(run.path("offline.jsonl"))
     grammar = training_grammar(world, offline)
-    lm = trained_lm(cfg, "mexp", run.folder)
+    lm = experience_lm(cfg, run.folder)
     model = new_mexp(cfg, lm, grammar, new_buffer(cfg, grammar, world, offline))
     shares = GATE_EPISODES | ({"curious": GATE_CURIOUS} if cfg.collect.curious else {})
     episodes = {name: int(share * cfg.eval.validation_tasks) for name, share in shares.items()}
@@ -469,6 +555,8 @@ def measure_fidelity(cfg: Config, run: Run) -> None:
     for renamed in (None, "unseen"):
         found |= fidelity.balanced_purchases(model, held_out, GATE_PURCHASES,
                                              random.Random(derive_seed(cfg.run.seed, "gate")), renamed)
+    if isinstance(lm, EndpointLM):
+        print(keep_account(run, lm.endpoint))
     write_whole(run.path("fidelity.json"), json.dumps(found, indent=1) + "\n")
     print(fidelity.table(found))
     run.mark_done("fidelity")

@@ -59,6 +59,12 @@ class Endpoint:
         """What the answers so far cost, in the currency of ``prices``."""
         return (self.counts["prompt_tokens"] * self.prices[0] + self.counts["completion_tokens"] * self.prices[1]) / 1e6
 
+    def take_counts(self) -> dict[str, float]:
+        """``counts`` and ``cost`` since this was asked last."""
+        taken = {**self.counts, "cost": self.cost}
+        self.counts = dict.fromkeys(self.counts, 0)
+        return taken
+
     def chat(self, system: str, user: str, max_tokens: int, temperature: float = 0.0, salt: int | None = 0) -> str:
         """The answer's text.  ``salt`` tells wanted repetitions apart in the cache; None: ask in any case.
 

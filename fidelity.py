@@ -440,7 +440,7 @@ def main() -> int:
     args = p.parse_args()
     cfg, _ = config.load(args.folder / "config.yaml")
     finished = [stage for stage in stages if Run.newest(args.folder, stage)[1]]
-    if not Run.newest(args.folder, "mexp")[1] or not finished or args.after not in (None, *finished):
+    if not (cfg.mexp.endpoint or Run.newest(args.folder, "mexp")[1]) or not finished or args.after not in (None, *finished):
         raise UserError(f"{args.folder}: no checkpoint of the experience model or of the policy asked for; policies: "
                         f"{', '.join(finished) or 'none'}")
     stage = args.after or finished[-1]
@@ -448,8 +448,8 @@ def main() -> int:
     offline = read_transitions(args.folder / "offline.jsonl")
     grammar = dreamgym.training_grammar(world, offline)
     buffer = dreamgym.new_buffer(cfg, grammar, world, offline)
-    model = dreamgym.new_mexp(cfg, dreamgym.trained_lm(cfg, "mexp", args.folder), grammar, buffer)
-    policy = dreamgym.trained_lm(cfg, "policy", args.folder, stage)
+    policy, lm = dreamgym.policy_and_world(cfg, args.folder, stage)
+    model = dreamgym.new_mexp(cfg, lm, grammar, buffer)
     fmt = formats.PolicyFormat(policy, cfg.policy.history)
     transitions = held_out_transitions(world, grammar, args.split, dict.fromkeys(dict(cfg.collect), args.episodes),
                                        cfg.run.seed, cfg.env.max_steps)

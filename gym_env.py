@@ -1,6 +1,6 @@
 """A dreamed or real world as a Gymnasium environment, one episode at a time (``pip install gymnasium``).
 
-    env = gym_env.TextEnv(DreamEnv(model, max_steps=8), tasks, grammar)
+    env = gym_env.open_run("runs/webshop-cpu-s0")              # the dream of a run, on its training tasks
     observation, info = env.reset(seed=0)                      # {"task": "wireless , ..", "state": "[home]"}
     observation, reward, terminated, truncated, info = env.step("search wireless travel headphones")
 """
@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import importlib.util
 import string
+from pathlib import Path
 from typing import Sequence
 
+import commands
 from config import UserError
-from envs import Grammar, Task
+from envs import Grammar, Task, open_world
 
 if importlib.util.find_spec("gymnasium") is None:
     raise UserError("gym_env needs a package: pip install gymnasium")
 import gymnasium
 from gymnasium import spaces
+
+
+def open_run(folder: str | Path) -> TextEnv:
+    """The experience model of a run folder as an environment.  Raises UserError where there is none yet."""
+    cfg = commands.run_config(Path(folder))
+    world = open_world(cfg.env)
+    dream = commands.dream_world(cfg, Path(folder), world)
+    return TextEnv(dream, world.tasks["train"][:cfg.env.train_tasks], dream.grammar)
 
 
 class AnyText(spaces.Text):

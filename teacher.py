@@ -10,16 +10,18 @@ with exactly one transition plan per step; plan t becomes R*_t.  Three teachers:
 - ``rules``: the environment's own text side (``Grammar.explain`` and ``judge``); free, exact, and what the tiny model
   can learn.
 - a local model (``llm.LM``): a folder or an id of the Hugging Face hub.
-- ``endpoint``: a server with OpenAI's chat interface (``endpoint.Endpoint``).
+- a server with OpenAI's chat interface (``endpoint.Endpoint``).
 
-The paper does not name its teacher.
+``annotate`` asks one about all trajectories, resumably.  The paper does not name its teacher.
 """
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Callable, Sequence
 
 import torch
@@ -28,8 +30,11 @@ import llm
 from buffer import Transition
 from endpoint import Endpoint
 from envs import Grammar
+from runs import Progress, Stopped, append_whole, write_whole
 
 LONGEST = 4000          # characters of one plan; more is no explanation of one step
+ANSWER_TOKENS = 2048    # longest answer about one trajectory
+AT_ONCE = 32            # trajectories between two saved states
 SYSTEM = (
     "You are an expert in the dynamics of interactive text environments. You read a task, whether the agent fulfilled "
     "it, and the agent's whole trajectory. Explain in hindsight why every action led to its next state and, at the "
@@ -148,7 +153,7 @@ class ModelTeacher:
         return out
 
 
-def local_teacher(lm: llm.LM, max_new_tokens: int, seed: int = 0) -> ModelTeacher:
+def local_teacher(lm: llm.LM, max_new_tokens: int = ANSWER_TOKENS, seed: int = 0) -> ModelTeacher:
     def write(prompts: list[str], attempt: int) -> list[str]:
         generator = torch.Generator(lm.device).manual_seed(seed)
         ids = [lm.prompt(SYSTEM, p) for p in prompts]
@@ -157,19 +162,57 @@ def local_teacher(lm: llm.LM, max_new_tokens: int, seed: int = 0) -> ModelTeache
     return ModelTeacher(write)
 
 
-def endpoint_teacher(endpoint: Endpoint, max_new_tokens: int) -> ModelTeacher:
+def endpoint_teacher(endpoint: Endpoint, max_new_tokens: int = ANSWER_TOKENS) -> ModelTeacher:
     def write(prompts: list[str], attempt: int) -> list[str | None]:
         return endpoint.chats(SYSTEM, prompts, max_new_tokens, float(attempt > 0), salt=attempt)
     return ModelTeacher(write)
 
 
-def annotate(teacher, transitions: Sequence[Transition]) -> tuple[list[Transition], list[Annotation | None]]:
+def annotate(teacher, transitions: Sequence[Transition], path: Path | None = None,
+             stopping: Callable[[], bool] = bool) -> tuple[list[Transition], list[Annotation | None]]:
     """The transitions with R* as the teacher gives it, and its annotations, one per trajectory.
 
-    Where the teacher had nothing valid to say, the trace that the transition came with stays.
+    Where the teacher had nothing valid to say, the trace that the transition came with stays.  ``path``: every
+    annotation is written there as soon as it is made, and what it holds already is not asked again.  Raises Stopped
+    between two parts of the work once ``stopping()`` is true.
     """
     trajectories = [list(steps) for _, steps in groupby(transitions, key=lambda t: t.episode)]
-    annotations = teacher.annotate(trajectories)
+    names = [hashlib.sha256(annotation_prompt(steps).encode()).hexdigest() for steps in trajectories]
+    found = read_annotations(path, dict(zip(names, map(len, trajectories)))) if path else {}
+    todo = [(name, steps) for name, steps in zip(names, trajectories) if name not in found]
+    with Progress("teacher", len(trajectories), start=len(trajectories) - len(todo)) as progress:
+        for start in range(0, len(todo), AT_ONCE):
+            if stopping():
+                raise Stopped
+            part = todo[start:start + AT_ONCE]
+            said = teacher.annotate([steps for _, steps in part])
+            found |= {name: a for (name, _), a in zip(part, said)}
+            if path:
+                append_whole(path, "".join(json.dumps({
+                    "episode": steps[0].episode, "trajectory": name, "annotation": a and json.loads(a.to_json())})
+                    + "\n" for (name, steps), a in zip(part, said)))
+            progress.update(len(part))
+    annotations = [found[name] for name in names]
     annotated = [replace(t, reasoning=a.steps[i]) if a else t
                  for steps, a in zip(trajectories, annotations) for i, t in enumerate(steps)]
     return annotated, annotations
+
+
+def read_annotations(path: Path, steps: dict[str, int]) -> dict[str, Annotation | None]:
+    """What ``annotate`` has written about the trajectories (name -> number of steps) before it was interrupted.
+
+    Takes lines off the file that are no such thing, like a last one that a killed process left unfinished.
+    """
+    found: dict[str, Annotation | None] = {}
+    lines = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []:
+        try:
+            record = json.loads(line)
+            name, said = record["trajectory"], record["annotation"]
+            found[name] = None if said is None else parse_annotation(json.dumps(said), steps[name])
+            lines.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    if path.exists():
+        write_whole(path, "".join(lines))
+    return found

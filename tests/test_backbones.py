@@ -9,10 +9,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from transformers import Qwen3ForCausalLM
 
 import backbones
+import config
+import dreamgym
 import llm
 import training
 from config import ModelSection, UserError
 from rl_world import byte_tokenizer
+from runs import Run
+from small_run import CONFIG, SETTINGS
 from test_llm import greedy_by_transformers, logprobs
 
 SIZES = dict(vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -302,3 +306,39 @@ def test_smollm2():
     lm.model.float()
     for prompt, sample in zip(batch, llm.generate(lm, batch, 6, 0.0)):
         assert sample.ids == greedy_by_transformers(lm, prompt, 6)
+
+
+# ------------------------------------------------------------------------------------------------ in a run
+def test_a_dream_on_one_copy_of_the_base(tmp_path, capsys):
+    """Policy, experience model and reference of a run share the weights; the dream trains the policy's adapter alone."""
+    base = LlamaForCausalLM(LlamaConfig(**SIZES | {"max_position_embeddings": 4096}, tie_word_embeddings=True))
+    base.save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    model = [f"{role}_model.{key}={value}" for role in ("policy", "mexp") for key, value in (
+        ("name", tmp_path / "base"), ("quant", "nf4"), ("lora_rank", 4), ("device", "cpu"), ("max_prompt_tokens", 3000),
+        ("max_new_tokens", 8))]
+    cfg, reason = config.load(CONFIG, "smoke", [
+        *SETTINGS, *model, f"run.out={tmp_path / 'run'}", "policy.optimizer=adamw", "mexp.optimizer=adamw",
+        "policy.batch_tokens=4000", "mexp.batch_tokens=4000", "policy.steps=1", "mexp.steps=1", "rl.iterations=1",
+        "rl.tasks_per_step=2", "rl.group_size=2", "rl.minibatches=1", "rl.eval_every=0", "rl.lr=0.01", "env.max_steps=2",
+        "rl.algorithm=ppo", "rl.value_warmup=0",
+        "collect.expert=2", "collect.mediocre=2", "collect.noisy=2", "mexp_model.lora_alpha=8"])
+    with Run.open(cfg, reason, ["x"], dreamgym.STAGES) as run:
+        dreamgym.collect(cfg, run)
+        saved = {}
+        for seed, role in enumerate(("policy", "mexp")):
+            lm = dreamgym.new_lm(cfg, role, run.folder)
+            nudge(lm, seed)
+            saved[role] = {n: w.clone() for n, w in lm.weights().items()}
+            run.checkpoint(role, 1, {"weights": saved[role]})
+        single = logprobs(lm, [5, 6, 7], [8, 9])
+        policy, world = dreamgym.policy_and_world(cfg, run.folder, "policy")
+        assert world.causal_lm() is policy.causal_lm() and "two copies would take" in capsys.readouterr().out
+        assert torch.allclose(logprobs(world, [5, 6, 7], [8, 9]), single, atol=1e-5)
+        job = dreamgym.RLJob(cfg, "dream", run.folder, run)
+        assert job.mexp.lm.causal_lm() is job.policy.causal_lm() and job.reference == "reference"
+        dreamgym.train_rl(cfg, "dream", run.folder, run, False)
+        after = run.checkpoints("dream").newest()[1]["weights"]
+    assert (tmp_path / "run" / "dream.jsonl").exists()
+    assert after.keys() == saved["policy"].keys()
+    assert any(not torch.equal(w, saved["policy"][n]) for n, w in after.items())

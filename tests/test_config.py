@@ -158,11 +158,17 @@ CONTRADICTIONS = [
     (["env.human_goals=true"], "env.human_goals: only the official WebShop data hold human goals"),
     (["env.data=/does/not/exist"], "env.data: no such folder: /does/not/exist"),
     (["collect.expert=0", "collect.noisy=0"], "collect.noisy: 0, and collect.expert too"),
-    (["mexp.teacher=endpoint"], "mexp.endpoint: mexp.teacher = endpoint needs an address"),
-    (["mexp.endpoint=http://x:1"], "mexp.endpoint: has no effect with mexp.teacher = rules"),
-    (["mexp.teacher=endpoint", "mexp.endpoint=localhost:8000"], "must start with http:// or https://"),
-    (["mexp.teacher=endpoint", "mexp.endpoint=http://me:secret@x/v1"], "keys come from the environment only"),
-    (["mexp.teacher=endpoint", "mexp.endpoint=http://x/v1?key=secret"], "keys come from the environment only"),
+    (["mexp.teacher=endpoint", "mexp.counterfactual=0"], "mexp.teacher: endpoint is no teacher: rules, an address"),
+    (["mexp.teacher=http://x/v1"], "mexp.counterfactual: changed purchases can be explained by"),
+    (["mexp.teacher=http://x/v1", "mexp.reasoning=false"], "has no effect with mexp.reasoning = false"),
+    (["mexp.teacher=ftp://x/v1"], "mexp.teacher: must start with http:// or https://"),
+    (["mexp.endpoint=localhost:8000"], "mexp.endpoint: must start with http:// or https://"),
+    (["mexp.endpoint=http://[x/v1"], "mexp.endpoint: must start with http:// or https://"),
+    (["mexp.endpoint=http://me:secret@x/v1"], "keys come from the environment only"),
+    (["mexp.endpoint=http://x/v1?key=secret"], "keys come from the environment only"),
+    (["mexp.endpoint=http://x/v1"], "curriculum.enabled: tasks are written by the experience model"),
+    (["mexp.endpoint=http://x/v1", "mexp.teacher=http://x/v1"], "mexp.teacher: has no effect with mexp.endpoint"),
+    (["mexp.server_model=m"], "mexp.server_model: has no effect without a server"),
 ]
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import config
 import envs
 import fidelity
 import formats
@@ -455,3 +456,16 @@ def test_gymnasium_seeds_a_sampled_dream(fake):
         env.reset(seed=seed)
         drawn.append((env.task.id, torch.rand((), generator=model.generator).item()))
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_gymnasium_opens_the_dream_of_a_run(tmp_path):
+    pytest.importorskip("gymnasium")
+    import gym_env
+    import small_run
+
+    env = gym_env.open_run(small_run.make(tmp_path / "run"))
+    observation, info = env.reset(seed=0)
+    assert observation["state"] == env.task.start and env.task.split == "train" and info["admissible"]
+    assert not env.step(info["admissible"][0].replace("<words>", "lamp"))[4]["success"]     # an untrained model
+    with pytest.raises(config.UserError):
+        gym_env.open_run(tmp_path)

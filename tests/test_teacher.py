@@ -12,13 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 
+import config
+import dreamgym
 import endpoint
 import teacher
-from buffer import HashEncoder, ReplayBuffer, Transition
+from buffer import HashEncoder, ReplayBuffer, Transition, read_transitions
 from config import UserError
 from endpoint import Endpoint, EndpointLM
 from envs.webshop_text import WebShopGrammar
 from mexp import Codec, ExperienceModel, Query
+from runs import Run, Stopped
+from small_run import CONFIG, SETTINGS
 from teacher import Annotation, RulesTeacher, annotate, annotation_prompt, endpoint_teacher, parse_annotation
 
 TASK = "wireless , travel headphones , color red , price 60.00 ,"
@@ -335,6 +339,87 @@ def test_local_teacher(monkeypatch):
     assert asked[0][0][0] == [teacher.SYSTEM, annotation_prompt(TRAJECTORY)]
 
 
+# ------------------------------------------------------------------------------------------------ interrupted work
+class Counting:
+    """A teacher that explains everything and remembers what it was asked; it fails before question ``fails``."""
+
+    def __init__(self, fails=None):
+        self.asked, self.fails = [], fails
+
+    def annotate(self, trajectories):
+        if len(self.asked) == self.fails:
+            raise UserError("the server is gone")
+        self.asked += [steps[0].episode for steps in trajectories]
+        return [None if steps[0].episode == "e3" else Annotation("p", "s", "f", tuple(
+            f"{t.episode} {i} \u2028 <next>" for i, t in enumerate(steps))) for steps in trajectories]
+
+
+def many(count):
+    return [step(0, ITEM, f"click {i}", PICKED, episode=f"e{i}") for i in range(count)]
+
+
+def test_annotation_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+    monkeypatch.setattr(teacher, "AT_ONCE", 2)
+    path, data = tmp_path / "annotations.jsonl", many(7)
+    with pytest.raises(UserError):
+        annotate(Counting(fails=4), data, path)
+    path.write_bytes(path.read_bytes() + path.read_bytes()[:50] + b"\xff")    # killed while writing a line
+    second = Counting()
+    annotated, annotations = annotate(second, data, path)
+    assert second.asked == ["e4", "e5", "e6"]                  # also the one about which there was nothing valid
+    assert [t.reasoning for t in annotated] == [
+        "as collected" if i == 3 else f"e{i} 0 <next>" if i in (0, 1, 2) else f"e{i} 0 \u2028 <next>" for i in range(7)]
+    third = Counting()
+    assert annotate(third, data, path)[1][3] is None and not third.asked
+    assert annotate(third, [data[0], step(0, ITEM, "click other", PICKED)], path) and third.asked == ["e0"]
+
+
+def test_annotation_can_be_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(teacher, "AT_ONCE", 2)
+    teacher_of_two, answers = Counting(), iter([False, True])
+    with pytest.raises(Stopped):
+        annotate(teacher_of_two, many(6), tmp_path / "a.jsonl", lambda: next(answers))
+    assert teacher_of_two.asked == ["e0", "e1"]
+
+
+def settings(tmp_path, *more):
+    few = ["collect.expert=2", "collect.mediocre=2", "collect.noisy=2", "collect.random=0", f"run.out={tmp_path / 'run'}"]
+    return config.load(CONFIG, "smoke", [*SETTINGS, *few, *more])
+
+
+def test_offline_data_get_the_traces_of_a_server_and_nothing_is_paid_twice(tmp_path, monkeypatch):
+    monkeypatch.setenv("DREAMGYM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(teacher, "AT_ONCE", 2)
+    monkeypatch.setattr(endpoint.time, "sleep", lambda seconds: None)
+    broken = []
+
+    def plans(handler):
+        prompt = s.requests[-1][2]["messages"][1]["content"]
+        if len(s.requests) in broken:
+            return 401, {}, b"no money left"
+        count = int(prompt.split("Steps: ")[1].split(" ")[0])
+        return chat(Annotation("p", "s", "f", tuple(f"because {i}" for i in range(count))).to_json())
+
+    with server(plans) as s:
+        s.lock = threading.RLock()
+        cfg, reason = settings(tmp_path, f"mexp.teacher={s.base}", "mexp.counterfactual=0", "mexp.server_model=m",
+                               "mexp.price_in=2", "mexp.price_out=10")
+        monkeypatch.setattr(endpoint.Endpoint.__init__, "__defaults__", tuple(
+            1 if d == 8 else d for d in endpoint.Endpoint.__init__.__defaults__))      # one worker: requests in order
+        broken.append(4)
+        with Run.open(cfg, reason, ["x"], dreamgym.STAGES) as run, pytest.raises(UserError, match="no money left"):
+            dreamgym.collect(cfg, run)
+        assert len(s.requests) == 4
+        with Run.open(cfg, reason, ["x"], dreamgym.STAGES) as run:
+            run.resume("collect")
+            dreamgym.collect(cfg, run)
+    assert len(s.requests) == 7                                # six trajectories and the refused question
+    data = read_transitions(tmp_path / "run" / "offline.jsonl")
+    assert {t.reasoning for t in data} == {f"because {i}" for i in range(max(t.step for t in data) + 1)}
+    account = json.loads((tmp_path / "run" / "server.json").read_text())
+    assert account["prompt_tokens"] == 60 and account["completion_tokens"] == 18 and account["cost"] == pytest.approx(3e-4)
+
+
 # ------------------------------------------------------------------------------------------------ as experience model
 def query(state=ITEM, action="click red"):
     return Query(TASK, "t", "e", [], [], state, action)
@@ -366,3 +451,27 @@ def test_an_answer_of_the_server_that_is_no_step_is_no_prediction(bad):
 def test_a_server_that_fails_stops_the_run():
     with server((500, {}, b"")) as s, pytest.raises(UserError, match="HTTP 500"):
         model(s).predict([query()])
+
+
+def test_a_whole_run_inside_a_server(tmp_path, monkeypatch):
+    """Nothing of the experience model is trained; now and then the server fails or talks; every success is its word."""
+    monkeypatch.setenv("DREAMGYM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(endpoint.time, "sleep", lambda seconds: None)
+    number = iter(range(10**6))
+
+    def world(handler):
+        return [chat("ok <next> [same] <go>"), chat("ok <next> [done] <win>"), (500, {}, b""), chat("I am a server."),
+                (200, {}, b"{}")][next(number) % 5]
+
+    with server(world) as s:
+        cfg, reason = settings(tmp_path, f"mexp.endpoint={s.base}", "mexp.server_model=m", "curriculum.enabled=false",
+                               "rl.iterations=1", "rl.tasks_per_step=2", "rl.group_size=2", "policy.steps=2",
+                               "s2r.transitions=0", "mexp.temperature=1", "env.max_steps=3", "rl.minibatches=1",
+                               "rl.eval_every=1")
+        dreamgym.run_all(cfg, reason, dreamgym.parser().parse_args(["--force"]))
+    run = tmp_path / "run"
+    assert not (run / "checkpoints" / "mexp").exists() and (run / "results.json").exists()
+    assert "unseen_false_success" in json.loads((run / "fidelity.json").read_text())
+    dreams = read_transitions(run / "dream.jsonl")
+    assert dreams and all(t.source == "dream" for t in dreams)
+    assert json.loads((run / "server.json").read_text())["requests"] == len(s.requests)
