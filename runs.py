@@ -93,6 +93,18 @@ def write_whole(path: str | os.PathLike, data: bytes | str) -> None:
         _sync_folder(path.parent)
 
 
+def append_whole(path: Path, text: str) -> None:
+    """Appends lines; where the disk is full, none of them.  Raises UserError."""
+    with _disk(path), open(path, "ab", buffering=0) as file:
+        size, data = file.tell(), text.encode()
+        try:
+            if file.write(data) < len(data):                         # the disk is nearly full
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(size)
+            raise
+
+
 def _read_json(path: Path, default: Any) -> Any:
     if not path.exists():
         return default
