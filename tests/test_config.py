@@ -267,12 +267,6 @@ def test_yaml_documents_every_key_once_with_its_source():
     assert describe_differences(Config(), cfg) == []
 
 
-def test_values_in_every_notation(write):
-    path = write("defaults:\n  rl: {lr: 1e-5, kl_coef: .5, clip_low: 1.e-1, iterations: 1e3, micro_tokens: 10_000}\n"
-                 "  mexp:\n  run: {out: \"läufe/eins zwei\"}\n")
-    cfg, _ = load(path)
-    assert (cfg.rl.lr, cfg.rl.kl_coef, cfg.rl.clip_low, cfg.rl.iterations, cfg.rl.micro_tokens) == (
-        1e-5, 0.5, 0.1, 1000, 10_000)
 def test_other_files_name_only_what_differs():
     """configs/alfworld.yaml: every value of the defaults differs from the schema's and is commented with its source."""
     text = ALFWORLD.read_text()
@@ -285,6 +279,12 @@ def test_other_files_name_only_what_differs():
     assert load(ALFWORLD, "smoke", ["env.data=official"])[0].env.data == "official"
 
 
+def test_values_in_every_notation(write):
+    path = write("defaults:\n  rl: {lr: 1e-5, kl_coef: .5, clip_low: 1.e-1, iterations: 1e3, micro_tokens: 10_000}\n"
+                 "  mexp:\n  run: {out: \"läufe/eins zwei\"}\n")
+    cfg, _ = load(path)
+    assert (cfg.rl.lr, cfg.rl.kl_coef, cfg.rl.clip_low, cfg.rl.iterations, cfg.rl.micro_tokens) == (
+        1e-5, 0.5, 0.1, 1000, 10_000)
     assert cfg.run.out == "läufe/eins zwei" and cfg.mexp == config.MexpSection()
     assert load(write(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode()))[0].rl.lr == 0.001     # BOM, CRLF
 
