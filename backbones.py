@@ -40,6 +40,25 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def open_backbone(model_cfg) -> tuple:
+    """Everything of a pre-trained model but its weights: (device, folder, origin, config, tokenizer).
+
+    Raises UserError where something is missing or does not fit.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+    device = pick_device(model_cfg.device)
+    if model_cfg.quant == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("quant: nf4 needs a package: pip install bitsandbytes")
+    folder, origin = find_weights(model_cfg.name)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)       # said, lest transformers asks
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model {model_cfg.name}: {folder} cannot be read: {first_line(error)}") from error
+    check_backbone(model_cfg, config, tokenizer)
+    return device, folder, origin, config, tokenizer
+
+
 def load_backbone(model_cfg, seed: int = 0, micro_tokens: int = 8192, frozen: bool = False) -> llm.LM:
     """The pre-trained model that ``model_cfg`` (config.ModelSection) names, ready for training, or ``frozen``.
 
@@ -48,16 +67,9 @@ def load_backbone(model_cfg, seed: int = 0, micro_tokens: int = 8192, frozen: bo
     of a model is run.  ``seed`` fixes the adapters' first values; ``micro_tokens`` (tokens of a training pass) only
     serves the memory estimate that is printed first.  Raises UserError where something is missing or does not fit.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-    device = pick_device(model_cfg.device)
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    device, folder, origin, config, tokenizer = open_backbone(model_cfg)
     compute = {"auto": llm.compute_dtype(device), "float32": torch.float32, "bfloat16": torch.bfloat16}[model_cfg.dtype]
-    folder, origin = find_weights(model_cfg.name)
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)       # said, lest transformers asks
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model {model_cfg.name}: {folder} cannot be read: {first_line(error)}") from error
-    check_backbone(model_cfg, config, tokenizer)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token              # masks come from lengths, so padding may equal EOS
     attention = pick_attention(device, compute)
@@ -73,8 +85,6 @@ def load_backbone(model_cfg, seed: int = 0, micro_tokens: int = 8192, frozen: bo
     if device.type == "cuda":
         options["device_map"] = {"": device}                   # weights go there one by one, not through main memory
     if model_cfg.quant == "nf4":
-        if importlib.util.find_spec("bitsandbytes") is None:
-            raise UserError("quant: nf4 needs a package: pip install bitsandbytes")
         options["device_map"] = {"": device}
         options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
                                                             bnb_4bit_use_double_quant=True,

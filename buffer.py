@@ -140,7 +140,7 @@ def record_problems(record) -> list[tuple[str, str]]:
 def _parse(line: str) -> tuple[dict, list[tuple[str, str]]]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {}, [("", f"no JSON: {error}")]
     problems = record_problems(record)
     if not problems:

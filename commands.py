@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Iterable, Sequence
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 import backbones
 import buffer
@@ -38,7 +40,7 @@ from config import CollectSection, Config, UserError
 from curriculum import Curriculum
 from envs import World, open_world
 from mexp import DreamEnv, queries_of
-from runs import Checkpoints, Run, derive_seed, write_whole
+from runs import Checkpoints, Run, clock, derive_seed, load_state, write_whole
 
 POLICY_STAGES = ("real", "s2r", "dream", "policy")             # that leave a policy, the last one of a run first
 
@@ -70,6 +72,25 @@ def newest_stage(folder: Path, stages: Sequence[str], wanted: str | None = None)
                     + (f"; it has {', '.join(found)}" if found else " yet"))
 
 
+def preflight(cfg: Config) -> None:
+    """Raises, before a folder is made for the run, what would stop it later: data, packages, models and devices that
+    are not there."""
+    import dreamgym                                            # here, because dreamgym imports this module
+    open_world(cfg.env)
+    make_encoder(cfg.retrieval.encoder)
+    dreaming = "dream" in dreamgym.RL_STAGES[cfg.run.method]
+    models = [cfg.policy_model] + ([cfg.mexp_model] if dreaming and not cfg.mexp.endpoint else [])
+    if config.is_address(cfg.mexp.endpoint or cfg.mexp.teacher):
+        dreamgym.new_server(cfg, cfg.mexp.endpoint or cfg.mexp.teacher)
+    elif cfg.mexp.teacher != "rules":
+        models.append(dreamgym.teacher_section(cfg))
+    for model in models:
+        if model.name == "tiny":
+            backbones.pick_device(model.device)
+        else:
+            backbones.open_backbone(model)
+
+
 # ------------------------------------------------------------------------------------------------ report, show
 def report_command(args: argparse.Namespace) -> int:
     out = args.out or report.default_out(args.runs)
@@ -85,7 +106,7 @@ def show_command(args: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------ tasks, validate
 def tasks_command(args: argparse.Namespace) -> int:
     """The task pool, highest V first, as the newest checkpoint of the dream (else of real RL) left it."""
-    import dreamgym                                            # here, because dreamgym imports this module
+    import dreamgym
     cfg = run_config(args.folder)
     step, state = Run.newest(args.folder, newest_stage(args.folder, ("dream", "real")))
     world = open_world(cfg.env)
@@ -106,11 +127,11 @@ def tasks_command(args: argparse.Namespace) -> int:
 
 
 def validate_command(args: argparse.Namespace) -> int:
-    """Exit code 2 where something is wrong with the file."""
+    """Raises UserError where something is wrong with the file."""
     problems = buffer.validate_file(args.file)
     put(report.printable(str(problem)) for problem in problems)
     if problems:
-        return 2
+        raise UserError(f"{args.file}: {len(problems):,} problems, the first in line {problems[0].line}")
     transitions = read_transitions(args.file)
     episodes = len({t.episode for t in transitions})
     print(f"{args.file}: {len(transitions):,} transitions in {episodes:,} episodes, all fine")
@@ -118,12 +139,36 @@ def validate_command(args: argparse.Namespace) -> int:
 
 
 # ------------------------------------------------------------------------------------------------ eval
-def measure(cfg: Config, folder: Path, stage: str, split: str, temperature: float) -> dict:
-    """Greedy and sampled success of a stage's policy on the panel of a split; the same in every process."""
+def read_weights(path: Path) -> dict:
+    """The weights of a checkpoint file, or of a folder as transformers or peft write it.  Raises UserError."""
+    if not path.is_dir():
+        state = load_state(path)["state"]
+        if not isinstance(state, dict) or "weights" not in state:
+            raise UserError(f"{path}: holds no weights of a model")
+        return state["weights"]
+    files = [path / name for name in ("adapter_model.safetensors", "model.safetensors") if (path / name).is_file()]
+    if not files:
+        raise UserError(f"{path}: holds neither adapter_model.safetensors nor model.safetensors")
+    try:
+        return load_file(files[0])
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{files[0]}: damaged: {error}") from None
+
+
+def measure(cfg: Config, folder: Path, stage: str, split: str, temperature: float, weights: Path | None = None) -> dict:
+    """Greedy and sampled success on the panel of a split, of a stage's policy or of these weights; the same in every
+    process."""
     import dreamgym
     world = open_world(cfg.env)
     tasks = dreamgym.spread(world.tasks[split], cfg.eval.tasks if split == "test" else cfg.eval.validation_tasks)
-    policy = dreamgym.trained_lm(cfg, "policy", folder, stage)
+    if weights is None:
+        policy = dreamgym.trained_lm(cfg, "policy", folder, stage)
+    else:
+        policy = dreamgym.new_lm(cfg, "policy", folder)
+        try:
+            policy.load_weights(read_weights(weights))
+        except ValueError:
+            raise UserError(f"{weights}: its weights do not fit the policy_model of {folder}") from None
     fmt = formats.PolicyFormat(policy, cfg.policy.history)
     found: dict = {}
     for name, t in (("greedy", 0.0), ("sampled", temperature)):
@@ -135,7 +180,16 @@ def measure(cfg: Config, folder: Path, stage: str, split: str, temperature: floa
 
 def eval_command(args: argparse.Namespace) -> int:
     cfg = run_config(args.folder)
-    stage = newest_stage(args.folder, POLICY_STAGES, args.stage)
+    if args.checkpoint is None:
+        stage = newest_stage(args.folder, POLICY_STAGES, args.stage)
+        step = Checkpoints(args.folder / "checkpoints" / stage, 1).steps()[-1]
+        name, what = stage, f"policy of stage {stage}, step {step},"
+    elif args.stage is None:
+        place = args.checkpoint.resolve()
+        stage, step, what = "", 0, f"policy {args.checkpoint}"
+        name = f"{place.parent.name}-{place.stem}"
+    else:
+        raise UserError("eval: --stage and --checkpoint name two policies; give one of them")
     temperature = cfg.eval.temperature if args.temperature is None else args.temperature
     if not 0 <= temperature <= 5:
         raise UserError(f"--temperature {temperature:g}: must lie between 0 and 5")
@@ -143,12 +197,12 @@ def eval_command(args: argparse.Namespace) -> int:
         raise UserError("--split validation: the run has eval.validation_tasks = 0")
     torch.set_num_threads(cfg.run.threads)
     found = parallel.spmd(measure, cfg.run.processes, cfg.run.threads,
-                          (cfg, args.folder, stage, args.split, temperature))
-    step = Checkpoints(args.folder / "checkpoints" / stage, 1).steps()[-1]
-    path = args.folder / f"eval-{stage}-{args.split}-T{temperature:g}.json"
-    write_whole(path, json.dumps({"stage": stage, "step": step, "split": args.split} | found, indent=1) + "\n")
+                          (cfg, args.folder, stage, args.split, temperature, args.checkpoint))
+    path = args.folder / f"eval-{name}-{args.split}-T{temperature:g}.json"
+    origin = {"stage": stage, "step": step} if stage else {"checkpoint": str(args.checkpoint)}
+    write_whole(path, json.dumps(origin | {"split": args.split} | found, indent=1) + "\n")
     tasks, spent = found["greedy"]["tasks"], sum(one["transitions"] for one in found.values())
-    print(f"policy of stage {stage}, step {step}, on {tasks} {args.split} tasks of the real environment")
+    print(f"{what} on {tasks} {args.split} tasks of the real environment")
     for name, one in found.items():
         low, high = one["interval"]
         print(f"  {name + ', T = ' + format(one['temperature'], 'g'):20} {one['success']:6.1%}  "
@@ -380,12 +434,6 @@ def estimate(cfg: Config) -> str:
             + ", ".join(f"{name} {clock(seconds)}" for name, seconds in parts.items()) + ")")
 
 
-def clock(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
 # ------------------------------------------------------------------------------------------------ command line
 def add_parsers(subparsers) -> None:
     """One parser for each command; ``args.run(args)`` returns the exit code."""
@@ -408,6 +456,8 @@ def add_parsers(subparsers) -> None:
     p = command("eval", eval_command, "real success of a run's policy on its fixed panel of tasks")
     p.add_argument("folder", type=Path, metavar="RUN")
     p.add_argument("--stage", choices=POLICY_STAGES[::-1], help="default: the newest that the run has")
+    p.add_argument("--checkpoint", type=Path, metavar="PATH",
+                   help="a checkpoint file, or a folder that transformers or peft wrote")
     p.add_argument("--split", choices=("test", "validation"), default="test")
     p.add_argument("--temperature", type=float, metavar="T", help="of the sampled pass (default: eval.temperature)")
     p = command("play", play_command, "act yourself, in the real environment or in a dream")

@@ -685,5 +685,6 @@ def run_main(main: Callable[[], int | None]) -> int:
         if error.errno not in _FULL_OR_FORBIDDEN:
             raise
         message = f"{error.filename or 'output'}: {error.strerror}"
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    message = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(message.split()))
+    print("error: " + (message if len(message) <= 1000 else message[:997] + "..."), file=sys.stderr)
     return 2

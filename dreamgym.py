@@ -12,10 +12,12 @@ real transitions), ``s2r`` (a few real ones), ``eval`` (the real environment, he
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Callable, Iterator, Sequence
@@ -29,6 +31,7 @@ import fidelity
 import formats
 import llm
 import parallel
+import report
 import rl
 import rollouts
 import teacher
@@ -39,10 +42,13 @@ from curriculum import Curriculum, TaskWriter, graded_stats, writer_rows
 from endpoint import Endpoint, EndpointLM
 from envs import Grammar, Task, World, open_world
 from mexp import (PIECES, Codec, DreamEnv, ExperienceModel, Renamed, TrainingRows, content_words, random_names, rename)
-from runs import Checkpoints, Interrupt, Progress, Run, Stopped, cache_folder, derive_seed, write_whole
+from runs import (Checkpoints, Interrupt, Progress, Run, Stopped, append_whole, cache_folder, cut, derive_seed,
+                  write_whole)
 
 CURVE_EVERY, SFT_SAVE_EVERY = 20, 200      # optimizer steps between points of the curve, between checkpoints
 EVAL_ROWS = 96                             # episodes side by side in an evaluation
+TOKENIZER_WORDS = 1_200_000                # of training texts are enough for a tokenizer
+KEPT = 12                                  # greedy episodes of every policy that an evaluation keeps in real.jsonl
 GATE_EPISODES = {"expert": 1, "noisy": 2, "mediocre": 2, "random": 0.4}    # real ones, times eval.validation_tasks
 GATE_CURIOUS = 0.2                         # likewise, where there is such a policy
 GATE_PURCHASES = 240                       # of each outcome
@@ -55,11 +61,24 @@ def new_lm(cfg: Config, role: str, folder: Path) -> llm.LM:
     """The backbone of ``role`` (policy or mexp) before any training of ours."""
     model = getattr(cfg, f"{role}_model")
     if model.name == "tiny":
-        tokenizer = llm.load_tokenizer(folder / "tokenizer")
+        tokenizer = load_tokenizer(folder / "tokenizer")
         tiny = model.tiny
         return llm.tiny_lm(tokenizer, tiny.layers, tiny.width, tiny.heads, tiny.mlp,
                            seed=derive_seed(cfg.run.seed, role), constructed=getattr(cfg, role).heads == "constructed")
     return backbones.load_backbone(model, seed=derive_seed(cfg.run.seed, role), micro_tokens=cfg.rl.micro_tokens)
+
+
+def load_tokenizer(folder: Path):
+    """The tokenizer that stage ``collect`` left.  Raises UserError where it is damaged."""
+    try:
+        tokenizer = llm.load_tokenizer(folder)
+    except Exception as error:                                 # the library raises plain Exception for damaged files
+        raise UserError(f"{folder}: damaged tokenizer ({backbones.first_line(error)[:80]}); restore it, or make it again "
+                        f"with --from collect") from None
+    if None in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        raise UserError(f"{folder}: this tokenizer has no padding or no end token; restore it, or make it again with "
+                        f"--from collect")
+    return tokenizer
 
 
 def trained_lm(cfg: Config, role: str, folder: Path, stage: str | None = None) -> llm.LM:
@@ -68,9 +87,16 @@ def trained_lm(cfg: Config, role: str, folder: Path, stage: str | None = None) -
 
 
 def restored(lm: llm.LM, folder: Path, stage: str) -> llm.LM:
-    """``lm`` with the weights that ``stage`` left."""
+    """``lm`` with the weights that ``stage`` left.  Raises UserError where they are missing or of another model."""
     _, state = Run.newest(folder, stage)
-    lm.load_weights(state["weights"])
+    place = folder / "checkpoints" / stage
+    if state is None:
+        raise UserError(f"{place}: no checkpoint; restore it, or repeat from there: --from {stage}")
+    try:
+        lm.load_weights(state["weights"])
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{place}: its weights belong to another model; restore it, or repeat from there: --from "
+                        f"{stage}") from None
     return lm
 
 
@@ -134,7 +160,7 @@ def new_mexp(cfg: Config, lm: llm.LM | EndpointLM, grammar: Grammar, buffer: Rep
 
 
 # ------------------------------------------------------------------------------------------------ stages
-def collect(cfg: Config, run: Run) -> None:
+def collect(cfg: Config, run: Run, stopping: Callable[[], bool] = bool) -> None:
     """Offline real trajectories by scripted policies on training tasks: successes and failures (Table of section 5)."""
     world = open_world(cfg.env)
     rng = random.Random(derive_seed(cfg.run.seed, "collect"))
@@ -147,11 +173,13 @@ def collect(cfg: Config, run: Run) -> None:
     unseen = varied(tasks, acts["curious"], rng) if "curious" in acts else iter(())
     with Progress("collect", len(plan)) as progress:
         for number, name in enumerate(plan):
+            if stopping():
+                raise Stopped
             task = next(unseen) if name == "curious" else rng.choice(tasks)
             transitions += fidelity.play_scripted(env, task, acts[name], grammar, f"{name}-{number:06d}", rng)
             successes[name] += transitions[-1].success
             progress.update(1, transitions=len(transitions))
-    transitions = explain(cfg, run, grammar, transitions)
+    transitions = explain(cfg, run, grammar, transitions, stopping)
     write_transitions(run.path("offline.jsonl"), transitions)
     run.ledger.add("offline", len(transitions), len(plan))
     if "tiny" in (cfg.policy_model.name, cfg.mexp_model.name):
@@ -159,7 +187,13 @@ def collect(cfg: Config, run: Run) -> None:
         codec = new_codec(cfg, grammar, new_buffer(cfg, grammar, world, transitions))
         texts = TrainingRows(codec, transitions, None).texts() + [
             formats.join(grammar.consider(t.task, t.state, t.history), "<do>", t.action) for t in transitions]
-        llm.train_tokenizer(texts, cfg.mexp_model.tiny.vocab, PIECES).save_pretrained(run.path("tokenizer"))
+        every = -(-sum(text.count(" ") for text in texts) // TOKENIZER_WORDS)
+        tokenizer = llm.train_tokenizer(texts[::every], cfg.mexp_model.tiny.vocab, PIECES)
+        run.path("tokenizer").mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory() as place:
+            tokenizer.save_pretrained(place)
+            for file in Path(place).iterdir():
+                write_whole(run.path("tokenizer") / file.name, file.read_bytes())
     rates = {name: successes[name] / count for name, count in cfg.collect if count}
     print("collect: success of the scripted policies on training tasks: "
           + ", ".join(f"{n} {r:.0%}" for n, r in rates.items()) + f"; {len(transitions):,} transitions")
@@ -187,7 +221,7 @@ def teacher_section(cfg: Config) -> config.ModelSection:
 
 
 def explain(cfg: Config, run: Run, grammar: Grammar, transitions: Sequence[Transition],
-            stopping: Callable[[], bool] = bool) -> list[Transition]:
+            stopping: Callable[[], bool]) -> list[Transition]:
     """The transitions with reasoning traces R* by the teacher of the configuration.
 
     Leaves annotations.jsonl (one trajectory a line, in the paper's form), from which an interrupted stage goes on.
@@ -251,10 +285,10 @@ class Mixture:
         return self.writer(rng) if rng.random() < self.share else self.rows.draw(rng)
 
 
-def train_backbone(cfg: Config, role: str, folder: Path) -> None:
+def train_backbone(cfg: Config, role: str, folder: Path, stopping: Callable[[], bool]) -> None:
     """Stages ``policy`` and ``mexp``: supervised training, in a process of its own where there is room; resumable.
 
-    Leaves a checkpoint with the weights and the training curve.
+    Leaves a checkpoint with the weights and the training curve, also where it ends early because of ``stopping``.
     """
     settings = getattr(cfg, role)
     checkpoints = Checkpoints(folder / "checkpoints" / role, cfg.run.keep_checkpoints)
@@ -285,14 +319,17 @@ def train_backbone(cfg: Config, role: str, folder: Path) -> None:
         progress.update(1, loss=metrics["loss"])
         if done % CURVE_EVERY == 0 or done == settings.steps:
             curve.append({"step": done, "loss": metrics["loss"], "grad_norm": metrics["grad_norm"]})
-        if done % SFT_SAVE_EVERY == 0 or done == settings.steps:
+        stop = stopping()
+        if done % SFT_SAVE_EVERY == 0 or done == settings.steps or stop:
             checkpoints.save(done, {"step": done, "weights": lm.weights(), "curve": curve,
                                     "optimizers": [o.state_dict() for o in metrics["optimizers"]]})
+        if stop:
+            raise Stopped
 
-    llm.sft(lm, rows.draw, settings.steps, settings.batch_tokens, settings.lr, settings.optimizer,
-            derive_seed(cfg.run.seed, role, "rows"), settings.warmup, settings.prompt_weight,
-            micro_tokens=cfg.rl.micro_tokens, state=saved, on_step=on_step, section=role)
-    progress.close()
+    with progress, contextlib.suppress(Stopped):
+        llm.sft(lm, rows.draw, settings.steps, settings.batch_tokens, settings.lr, settings.optimizer,
+                derive_seed(cfg.run.seed, role, "rows"), settings.warmup, settings.prompt_weight,
+                micro_tokens=cfg.rl.micro_tokens, state=saved, on_step=on_step, section=role)
 
 
 def pretrain(cfg: Config, run: Run, interrupt: Interrupt) -> None:
@@ -304,6 +341,7 @@ def pretrain(cfg: Config, run: Run, interrupt: Interrupt) -> None:
     if interrupt:
         raise Stopped
     for role in roles:
+        run.resume(role)                                       # cuts what a process wrote that was killed just here
         for point in run.checkpoints(role).load(run.checkpoints(role).steps()[-1])["curve"]:
             run.log(role, **point)
         run.mark_done(role)
@@ -311,8 +349,9 @@ def pretrain(cfg: Config, run: Run, interrupt: Interrupt) -> None:
 
 # ------------------------------------------------------------------------------------------------ evaluation
 def evaluate(policy: llm.LM, fmt: formats.PolicyFormat, world: World, tasks: Sequence[Task], temperature: float,
-             cfg: Config, seed: int) -> dict:
-    """Real success on a fixed panel of tasks, each played once; the processes share the tasks.
+             cfg: Config, seed: int, kept: list[rollouts.Episode] | None = None) -> dict:
+    """Real success on a fixed panel of tasks, each played once; the processes share the tasks.  ``kept`` takes the first
+    episodes.
 
     Returns ``success`` (share), ``tasks``, ``transitions`` and ``outcomes``: task id -> [success, score].
     """
@@ -331,6 +370,8 @@ def evaluate(policy: llm.LM, fmt: formats.PolicyFormat, world: World, tasks: Seq
                                     grammar.admissible, temperature=temperature, generator=generator,
                                     **limits(cfg))
         outcomes += [(e.task.id, e.success, e.score) for e in episodes]
+        if kept is not None:
+            kept += episodes[:KEPT - len(kept)]
     outcomes = parallel.gather(outcomes)
     return {"success": sum(s for _, s, _ in outcomes) / max(1, len(outcomes)), "tasks": len(outcomes),
             "score": sum(s for *_, s in outcomes) / max(1, len(outcomes)),
@@ -359,7 +400,7 @@ def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, inte
     job = RLJob(cfg, stage, folder, run)
     with Progress(stage, job.iterations, start=job.iteration) as progress:
         while not job.finished():
-            it = job.iteration
+            it, began = job.iteration, time.perf_counter()
             tasks = job.curriculum.sample(job.tasks_per_step())                      # by reward entropy, Eq. 7
             episodes = job.play(tasks, it)                                           # policy and world take turns
             rows, groups = rl.rows_from(episodes, job.rl)                            # advantages, Eq. 3 (or Eq. 2)
@@ -375,10 +416,11 @@ def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, inte
                 run.log(stage, job.iteration, **metrics, **validation, **job.curriculum.metrics())
                 for alarm in training.alarms(update, job.policy.model.config.vocab_size):
                     print(f"warning: {stage} {job.iteration}: {alarm}", file=sys.stderr)
-                progress.update(1, success=metrics["success"], kl=metrics["ref_k3"],
+                run.log_times(stage, job.iteration, seconds=time.perf_counter() - began)
+                progress.update(1, success=metrics["success"], reward=metrics["outcome"], kl=metrics["ref_k3"],
                                 **{k: v for k, v in validation.items() if v is not None})
                 if job.iteration % cfg.rl.save_every == 0 or job.finished():
-                    run.checkpoint(stage, job.iteration, job.state())
+                    run.checkpoint(stage, job.iteration, job.state(), score=validation["real_greedy"])
             if parallel.agree(bool(interrupt)):
                 raise Stopped
 
@@ -397,7 +439,7 @@ class RLJob:
         offline = read_transitions(folder / "offline.jsonl")
         self.grammar = training_grammar(self.world, offline)
         self.words = content_words(self.grammar, offline)
-        self.dreaming = stage == "dream"
+        self.dreaming, self.turns = stage == "dream", cfg.env.max_steps
         if self.dreaming:
             self.policy, lm = policy_and_world(cfg, folder, "policy")
         else:
@@ -416,7 +458,7 @@ class RLJob:
         if self.dreaming:
             self.buffer = new_buffer(cfg, self.grammar, self.world, offline)
             self.mexp = new_mexp(cfg, lm, self.grammar, self.buffer)
-            self.batch = DreamEnv(self.mexp, cfg.env.max_steps, cfg.rl.reward_source)
+            self.batch = DreamEnv(self.mexp, self.turns, cfg.rl.reward_source)
             if cfg.curriculum.enabled:
                 self.writer = TaskWriter(lm, cfg.curriculum.candidates, cfg.mexp_model.max_new_tokens)
         else:
@@ -442,7 +484,7 @@ class RLJob:
     @property
     def dearest(self) -> int:
         """Transitions of one task's group if every episode runs to its limit."""
-        return self.cfg.rl.group_size * self.cfg.env.max_steps
+        return self.cfg.rl.group_size * self.turns
 
     def tasks_per_step(self) -> int:
         """Tasks of the next iteration; in S2R no more than what is left of the budget pays for in the dearest case."""
@@ -469,7 +511,8 @@ class RLJob:
         return rollouts.rollout(self.policy, shown, shown.tasks([t for t, _ in mine]),
                                 [f"{iteration}/{t.id}" for t, _ in mine], self.format,
                                 self.grammar.admissible, temperature=self.cfg.rl.temperature,
-                                generator=self.generator(iteration, "rollout"), **limits(self.cfg))
+                                generator=self.generator(iteration, "rollout"),
+                                **limits(self.cfg) | {"max_turns": self.turns})
 
     def graded(self, episodes: Sequence[rollouts.Episode]) -> dict | None:
         """Statistics of the graded score for the curriculum, if it is to use them."""
@@ -487,7 +530,7 @@ class RLJob:
             keep_account(self.run, self.mexp.lm.endpoint)
         dreamed = parallel.gather(self.batch.transitions)
         if self.run:
-            append_transitions(self.folder / "dream.jsonl", dreamed)
+            append_whole(self.folder / "dream.jsonl", "".join(t.to_json() + "\n" for t in dreamed))
         self.buffer.add(dreamed)
         counts, stats = self.mexp.counts, self.buffer.stats()
         total = parallel.gather([counts["steps"], counts["failed"]])
@@ -524,7 +567,7 @@ class RLJob:
         else:
             step, state = Run.newest(self.folder, self.stage)
         if self.dreaming and parallel.rank() == 0:
-            truncate(self.folder / "dream.jsonl", state["dream_bytes"] if state else 0)
+            cut(self.folder / "dream.jsonl", state["dream_bytes"] if state else 0)
         parallel.agree(False)                                  # nobody reads the file before it is cut
         if not state:
             return
@@ -535,8 +578,8 @@ class RLJob:
             self.value.restore(state["value"])
         self.curriculum.load_state(state["curriculum"])
         if self.dreaming:
-            dreams = [Transition.from_json(line) for line in open(self.folder / "dream.jsonl", encoding="utf-8")]
-            for _, group in itertools.groupby(dreams, key=lambda t: t.episode.split("-")[1]):
+            dreams = report.read_lines(self.folder / "dream.jsonl")
+            for _, group in itertools.groupby(dreams, key=lambda t: report.iteration([t])):
                 self.buffer.add(list(group))
 
 
@@ -555,16 +598,18 @@ def measure_fidelity(cfg: Config, run: Run) -> None:
     for renamed in (None, "unseen"):
         found |= fidelity.balanced_purchases(model, held_out, GATE_PURCHASES,
                                              random.Random(derive_seed(cfg.run.seed, "gate")), renamed)
+    write_whole(run.path("fidelity.json"), json.dumps(found, indent=1) + "\n")
     if isinstance(lm, EndpointLM):
         print(keep_account(run, lm.endpoint))
-    write_whole(run.path("fidelity.json"), json.dumps(found, indent=1) + "\n")
+    else:
+        run.export("mexp", lm)
     print(fidelity.table(found))
     run.mark_done("fidelity")
 
 
 def gate(cfg: Config, run: Run) -> None:
     """A dream that misjudges the end of episodes teaches the wrong thing: refuse it, with an explanation."""
-    found = json.loads(run.path("fidelity.json").read_text())
+    found = report.read_json(run.path("fidelity.json"), report.Gate)
     bad = [f"{name.replace('_', '-')} rate {found[name]['value'] or 0:.1%} is above mexp.gate_{name} = {limit:.1%}"
            for name, limit in (("false_success", cfg.mexp.gate_false_success),
                                ("false_failure", cfg.mexp.gate_false_failure))
@@ -574,28 +619,43 @@ def gate(cfg: Config, run: Run) -> None:
                         f"(mexp.steps), give it more data (collect.*), or go on all the same with --force")
 
 
-def final_evaluation(cfg: Config, folder: Path, run: Run | None = None) -> None:
-    """Stage ``eval``: every policy of this run on the test tasks, in the real environment alone."""
+def final_evaluation(cfg: Config, folder: Path, run: Run | None = None, interrupt: Interrupt | None = None) -> None:
+    """Stage ``eval``: every policy of this run on the test tasks, in the real environment alone; resumable.
+
+    Leaves results.json, the policies as other programs load them, and some of their episodes in real.jsonl.
+    """
     world = open_world(cfg.env)
     tasks = spread(world.tasks["test"], cfg.eval.tasks)
-    results: dict = {"policies": {}, "tasks": len(tasks)}
-    for label, stage in (("cloned", "policy"), ("dream", "dream"), ("s2r", "s2r"), ("real", "real")):
-        if not Run.newest(folder, stage)[1]:
-            continue
-        policy = trained_lm(cfg, "policy", folder, stage)
-        fmt = formats.PolicyFormat(policy, cfg.policy.history)
-        results["policies"][label] = {}
-        for name, temperature in (("greedy", 0.0), ("sampled", cfg.eval.temperature), ("t1", 1.0)):
-            found = evaluate(policy, fmt, world, tasks, temperature, cfg, derive_seed(cfg.run.seed, "test", name))
+    labels = {"cloned": "policy", "dream": "dream", "s2r": "s2r", "real": "real"}
+    plan = [(label, stage, name, temperature) for label, stage in labels.items() if Run.newest(folder, stage)[1]
+            for name, temperature in (("greedy", 0.0), ("sampled", cfg.eval.temperature), ("t1", 1.0))]
+    done, state = run.resume("eval") if run else Run.newest(folder, "eval")
+    state = state or {"policies": {}, "episodes": []}
+    with Progress("eval", len(plan), start=done) as progress:
+        for number, (label, stage, name, temperature) in enumerate(plan[done:], done + 1):
+            if number == done + 1 or name == "greedy":
+                policy = trained_lm(cfg, "policy", folder, stage)
+                fmt = formats.PolicyFormat(policy, cfg.policy.history)
+            kept: list[rollouts.Episode] = []
+            found = evaluate(policy, fmt, world, tasks, temperature, cfg, derive_seed(cfg.run.seed, "test", name), kept)
             found["interval"] = fidelity.wilson(round(found["success"] * found["tasks"]), found["tasks"])
             if world.kind:
-                found["by_kind"] = {kind: fidelity.share([found["outcomes"][t.id][0] for t in tasks if world.kind(t) == kind])
-                                    for kind in dict.fromkeys(map(world.kind, tasks))}
-            results["policies"][label][name] = found
+                kinds = {t.id: world.kind(t) for t in tasks}
+                found["by_kind"] = {kind: fidelity.share([found["outcomes"][i][0] for i in kinds if kinds[i] == kind])
+                                    for kind in dict.fromkeys(kinds.values())}
+            state["policies"].setdefault(label, {})[name] = found
             if run:
                 run.ledger.add("evaluation", found["transitions"], found["tasks"])
+                if name == "greedy":
+                    run.export(stage, policy)
+                    state["episodes"] += [t.to_json() for t in report.transitions_of(kept, f"eval-{label}")]
+                run.checkpoint("eval", number, state)
+                progress.update(1, success=found["success"])
+            if parallel.agree(bool(interrupt)) and number < len(plan):
+                raise Stopped
     if run:
-        results["rules"] = world.rules("test")
+        results = {"policies": state["policies"], "tasks": len(tasks), "rules": world.rules("test")}
+        write_whole(run.path("real.jsonl"), "".join(line + "\n" for line in state["episodes"]))
         run.write_results(results)
         print(results_table(results, run))
 
@@ -603,18 +663,22 @@ def final_evaluation(cfg: Config, folder: Path, run: Run | None = None) -> None:
 def run_all(cfg: Config, reason: str, args: argparse.Namespace) -> None:
     """The whole method, or what of it is not done yet."""
     started = time.time()
+    if not (Path(cfg.run.out).expanduser() / "config.yaml").exists():
+        commands.preflight(cfg)
     with Interrupt() as interrupt, Run.open(cfg, reason, sys.argv, STAGES, restart=args.restart) as run:
-        print(f"run folder {run.folder}; profile {reason}")
+        print(f"run folder {run.folder}; {reason}")
         print(commands.estimate(cfg))
         torch.set_num_threads(cfg.run.threads)
         if not run.stage_done("collect"):
             run.resume("collect")
-            collect(cfg, run)
+            collect(cfg, run, lambda: bool(interrupt))
         pretrain(cfg, run, interrupt)
         if "dream" in RL_STAGES[cfg.run.method]:
             if not run.stage_done("fidelity"):
                 run.resume("fidelity")
                 measure_fidelity(cfg, run)
+            if interrupt:
+                raise Stopped
             if not args.force:
                 gate(cfg, run)
         for stage in RL_STAGES[cfg.run.method]:
@@ -622,23 +686,11 @@ def run_all(cfg: Config, reason: str, args: argparse.Namespace) -> None:
                 parallel.spmd(train_rl, cfg.run.processes, cfg.run.threads, (cfg, stage, run.folder), (run, interrupt))
                 run.mark_done(stage)
         if not run.stage_done("eval"):
-            run.resume("eval")
-            parallel.spmd(final_evaluation, cfg.run.processes, cfg.run.threads, (cfg, run.folder), (run,))
+            parallel.spmd(final_evaluation, cfg.run.processes, cfg.run.threads, (cfg, run.folder), (run, interrupt))
             run.mark_done("eval")
         else:
-            print(results_table(json.loads(run.path("results.json").read_text()), run))
+            print(results_table(report.read_json(run.path("results.json"), report.Results), run))
         print(f"{run.ledger}; {time.time() - started:.0f} s")
-
-
-def append_transitions(path: Path, transitions: Sequence[Transition]) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.writelines(t.to_json() + "\n" for t in transitions)
-
-
-def truncate(path: Path, size: int) -> None:
-    """Cut back what a killed process wrote after its last checkpoint."""
-    with open(path, "ab") as file:
-        file.truncate(size)
 
 
 def results_table(results: dict, run: Run) -> str:
@@ -657,12 +709,27 @@ def results_table(results: dict, run: Run) -> str:
             cells.append(f"{100 * one['success']:.1f} [{100 * low:.0f}, {100 * high:.0f}]")
         lines.append(f"{names[label]:28}" + "".join(f"{c:>18}" for c in cells) + f"{spent[label]:>18,}")
     lines += [f"{name:28}{100 * rate:>13.1f}" for name, rate in results["rules"].items()]
+    kinds = [(names[label], one["by_kind"]) for label, found in results["policies"].items()
+             if "by_kind" in (one := found["sampled"])]
+    if kinds:
+        heads = [f"{kind} ({one['n']})" for kind, one in kinds[0][1].items()]
+        lines += ["", f"by task type, T = {run.config.eval.temperature:g}".ljust(28) + "".join(f"{h:>18}" for h in heads)]
+    for name, by_kind in kinds:
+        cells = [f"{100 * one['value']:.1f} [{100 * one['low']:.0f}, {100 * one['high']:.0f}]" for one in by_kind.values()]
+        lines.append(f"{name:28}" + "".join(f"{c:>18}" for c in cells))
     return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------------------------------ command line
+class Parser(argparse.ArgumentParser):
+    """Mistakes on the command line are one line, too."""
+
+    def error(self, message: str):
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python dreamgym.py", description=__doc__.split("\n\n")[0])
+    p = Parser(prog="python dreamgym.py", description=__doc__.split("\n\n")[0])
     run = p.add_argument_group("the whole method")
     run.add_argument("--config", metavar="FILE", help="configuration, e.g. configs/webshop.yaml")
     run.add_argument("--profile", metavar="NAME", help="profile of the configuration (default: chosen by hardware)")
@@ -697,11 +764,3 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(config.run_main(main))
-    kinds = [(names[label], one["by_kind"]) for label, found in results["policies"].items()
-             if "by_kind" in (one := found["sampled"])]
-    if kinds:
-        heads = [f"{kind} ({one['n']})" for kind, one in kinds[0][1].items()]
-        lines += ["", f"by task type, T = {run.config.eval.temperature:g}".ljust(28) + "".join(f"{h:>18}" for h in heads)]
-    for name, by_kind in kinds:
-        cells = [f"{100 * one['value']:.1f} [{100 * one['low']:.0f}, {100 * one['high']:.0f}]" for one in by_kind.values()]
-        lines.append(f"{name:28}" + "".join(f"{c:>18}" for c in cells))

@@ -5,9 +5,12 @@
 """
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import socket
 import sys
+import threading
 import traceback
 from typing import Any, Callable, Sequence
 
@@ -46,9 +49,16 @@ def agree(flag: bool) -> bool:
     return any(gather([bool(flag)]))
 
 
+def _end_with_parent() -> None:
+    """Ends this process as soon as the one that started it has ended, however that happened: a helper that went on
+    alone would write into the folder of the next run."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def _child(fn: Callable, threads: int, args: tuple, errors) -> None:
-    """Entry of a helper process: interrupts are the first process's business, errors travel to it as text."""
-    import signal
+    """Entry of a helper process: interruptions are the first process's business, errors travel to it as text."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     try:
@@ -69,34 +79,56 @@ def _raise(errors, processes) -> None:
     raise UserError(text) if kind == "user" else RuntimeError(text)
 
 
+def _job(fn: Callable, args: tuple) -> None:
+    """A job in a process of its own, which SIGTERM asks to stop."""
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    fn(*args, lambda: bool(asked))
+
+
 def side_by_side(jobs: Sequence[tuple[Callable, tuple]], threads: int, at_once: bool,
                  stopping: Callable[[], bool] = bool) -> None:
-    """Run every job in a process of its own, at once if there is room; ``stopping`` is polled to end them early."""
+    """Call ``fn(*args, stop)`` for every job (fn, args), each in a process of its own if there is room (``at_once``).
+
+    ``stopping`` is polled; once it is true, so is what ``stop()`` returns to the jobs, which then save and return.
+    """
     if not at_once:
         for fn, args in jobs:
-            fn(*args)
+            if not stopping():
+                fn(*args, stopping)
         return
     context = mp.get_context("spawn")
     errors = context.Queue()
-    processes = [context.Process(target=_child, args=(fn, threads, args, errors), daemon=True) for fn, args in jobs]
-    for p in processes:
-        p.start()
+    processes = [context.Process(target=_child, args=(_job, threads, (fn, args), errors), daemon=True)
+                 for fn, args in jobs]
+    asked = False
     try:
+        for p in processes:
+            p.start()
         while any(p.is_alive() for p in processes):
             for p in processes:
                 p.join(0.2)
-            if any(p.exitcode not in (0, None) for p in processes) or stopping():
+            if stopping() and not asked:
+                asked = True
+                for p in processes:
+                    p.terminate()
+            if not asked and any(p.exitcode not in (0, None) for p in processes):
                 break
     finally:
-        for p in processes:
-            if p.is_alive():
-                p.terminate()
-                p.join()
-    if not stopping():
+        _kill(processes)
+    if not asked:                                              # one that had not begun yet dies of being asked
         _raise(errors, processes)
 
 
+def _kill(processes) -> None:
+    for p in processes:
+        if p.is_alive():
+            p.kill()                                           # it may hang in a sum that will never be complete
+            p.join()
+
+
 def _member(fn: Callable, number: int, count: int, port: int, args: tuple) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)              # the first process asks through ``agree``
     _join(number, count, port)
     try:
         fn(*args)
@@ -121,9 +153,9 @@ def spmd(fn: Callable, count: int, threads: int, args: tuple, first: tuple = ())
     errors = context.Queue()
     others = [context.Process(target=_child, args=(_member, threads, (fn, r, count, port, args), errors), daemon=True)
               for r in range(1, count)]
-    for p in others:
-        p.start()
     try:
+        for p in others:
+            p.start()
         _join(0, count, port)
         result = fn(*args, *first)
         dist.destroy_process_group()
@@ -136,8 +168,5 @@ def spmd(fn: Callable, count: int, threads: int, args: tuple, first: tuple = ())
         _raise(errors, others)
         raise
     finally:
-        for p in others:
-            if p.is_alive():
-                p.kill()                                       # it may hang in a sum that will never be complete
-                p.join()
+        _kill(others)
         errors.cancel_join_thread()

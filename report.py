@@ -27,8 +27,9 @@ import time
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Sequence
+from typing import Any, Literal, Sequence
 
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 from scipy.special import stdtrit
 
 import config
@@ -42,7 +43,7 @@ from runs import Ledger, write_whole
 STAGES = ("dream", "s2r", "real")
 POLICIES = {"cloned": "behaviour cloning", "dream": "RL in the dream", "s2r": "dream, then sim-to-real",
             "real": "RL in the real environment"}
-FILES = ("dream.jsonl", "real.jsonl", "offline.jsonl")          # where a run keeps episodes; the second is optional
+FILES = ("dream.jsonl", "real.jsonl", "offline.jsonl")          # where a run keeps episodes: dreamed, evaluated, scripted
 CURVES = (                                                      # (stage, metric, title, top of the axis)
     ("dream", "v_mean", "Reward entropy V (Eq. 7), mean over groups", 0.25),
     ("dream", "ref_k3", "KL to the cloned policy, k3, nats a token", None),
@@ -102,14 +103,102 @@ def whole_lines(path: Path) -> list[str]:
         raise UserError(f"{path}: cannot be read: {error}") from None
 
 
-def read_json(path: Path, default):
-    """A JSON file of a run, ``default`` where it is not there.  Raises UserError where it is damaged."""
-    if not path.exists():
+def read_lines(path: Path) -> list[Transition]:
+    """The finished transitions of a file that a run may be writing to.  Raises UserError for a damaged line."""
+    found = []
+    for number, line in enumerate(whole_lines(path), 1):
+        try:
+            found.append(Transition.from_json(line))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} line {number}: {str(error).removeprefix(': ')}") from None
+    return found
+
+
+# What readers of a run's files rely on; a file of another shape is damaged.  More keys may be there.
+class Shape(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class Ledgers(Shape):
+    transitions: dict[str, int]
+
+
+class Success(Shape):
+    success: config.Share
+    interval: tuple[float, float]
+
+
+class Policy(Shape):
+    greedy: Success
+    sampled: Success
+    t1: Success
+
+
+class Results(Shape):
+    policies: dict[Literal["cloned", "dream", "s2r", "real"], Policy]
+    tasks: config.Count
+    rules: dict[str, float]
+    real: Ledgers
+
+
+class Measure(Shape):
+    value: float | None
+    low: float | None
+    high: float | None
+    n: int
+
+
+class Gate(Shape):
+    false_success: Measure
+    false_failure: Measure
+
+
+Fidelity = create_model("Fidelity", __base__=Shape, **{
+    name: (dict[str, Measure] if name in fidelity.NESTED else Measure, None) for name, *_ in fidelity.ROWS if name})
+
+
+class Stage(Shape):
+    ledger: Ledgers
+
+
+class Stages(Shape):
+    done: dict[str, Stage]
+
+
+class Start(Shape):
+    commit: str | None
+
+
+class Line(Shape):
+    __pydantic_extra__: dict[str, float | bool | None]
+    stage: str
+    step: int
+
+
+def shaped(text: bytes | str, shape: Any) -> Any:
+    """JSON of a run as plain values.  Raises ValueError where it is none, or not of type ``shape``."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    try:
+        TypeAdapter(shape).validate_json(text)                  # JSON has no tuples, so its lists may stand for them
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))[:80]}: {first['msg']}") from None
+    return value
+
+
+def read_json(path: Path, shape: Any, default: Any = None) -> Any:
+    """A JSON file of a run; ``default`` where it is not there, if one is given.  Raises UserError."""
+    if default is not None and not path.exists():
         return default
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: damaged: {error}") from None
+        return shaped(path.read_bytes(), shape)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: damaged: {error}; restore the file") from None
 
 
 def read_run(folder: Path) -> RunData:
@@ -119,16 +208,16 @@ def read_run(folder: Path) -> RunData:
     metrics: dict[str, list[dict]] = {}
     for number, text in enumerate(whole_lines(folder / "metrics.jsonl"), 1):
         try:
-            line = json.loads(text)
-            metrics.setdefault(line["stage"], []).append(line)
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{folder / 'metrics.jsonl'} line {number}: damaged; restore the file") from None
-    done = read_json(folder / "stages.json", {"done": {}})["done"]
-    results = read_json(folder / "results.json", {})
+            line = shaped(text, Line)
+        except ValueError as error:
+            raise UserError(f"{folder / 'metrics.jsonl'} line {number}: damaged: {error}; restore the file") from None
+        metrics.setdefault(line["stage"], []).append(line)
+    done = read_json(folder / "stages.json", Stages, {"done": {}})["done"]
+    results = read_json(folder / "results.json", Results, {})
     last = list(done.values())[-1]["ledger"] if done else Ledger().state()
     return RunData(folder, cfg, missing, metrics, results,
-                   {path.name: read_json(path, {}) for path in sorted(folder.glob("fidelity*.json"))},
-                   results.get("real", last), read_json(folder / "run.json", []))
+                   {path.name: read_json(path, Fidelity) for path in sorted(folder.glob("fidelity*.json"))},
+                   results.get("real", last), read_json(folder / "run.json", list[Start], []))
 
 
 def methods(runs: Sequence[RunData]) -> list[tuple[str, list[RunData]]]:
@@ -333,12 +422,9 @@ class Episodes:
         self.folder, self.cfg, self.missing = Path(folder), cfg, missing
         self.by_file: dict[str, dict[str, list[Transition]]] = {}
         for name in FILES:
-            grouped = self.by_file[name] = {}
-            for number, line in enumerate(whole_lines(self.folder / name), 1):
-                try:
-                    t = Transition.from_json(line)
-                except ValueError as error:
-                    raise UserError(f"{self.folder / name} line {number}: {str(error).removeprefix(': ')}") from None
+            grouped, path = self.by_file.setdefault(name, {}), self.folder / name
+            whole = name == "offline.jsonl" and path.exists()   # nothing is being written to it
+            for t in read_transitions(path) if whole else read_lines(path):
                 grouped.setdefault(t.episode, []).append(t)
         self.world: World | None = None
         self.replayed = 0                                       # real transitions that replays have cost
@@ -382,8 +468,7 @@ class Episodes:
         grammar = dreamgym.training_grammar(world, offline)
         buffer = dreamgym.new_buffer(self.cfg, grammar, world, offline)
         shown: dict[str, list[list[Transition]]] = {}
-        dreams = [Transition.from_json(line) for line in whole_lines(self.folder / "dream.jsonl")]
-        for at, group in itertools.groupby(dreams, key=lambda t: int(t.episode.split("-")[1])):
+        for at, group in itertools.groupby(read_lines(self.folder / "dream.jsonl"), key=lambda t: iteration([t])):
             for episode in wanted.get(at, []):
                 shown[episode[0].episode] = buffer.query([t.state for t in episode], [t.action for t in episode],
                                                          self.cfg.retrieval.k, [t.task_id for t in episode],
@@ -414,7 +499,7 @@ def iteration(episode: list[Transition]) -> int:
     """Iteration of a dreamed episode, whose id is ``dream-<iteration>-<process>/<number>``; -1 for other ones."""
     kind, _, rest = episode[0].episode.partition("-")
     number = rest.partition("-")[0]
-    return int(number) if kind == "dream" and number.isdigit() else -1
+    return int(number) if kind == "dream" and number.isdecimal() and len(number) < 9 else -1
 
 
 def outcome(success: bool, done: bool) -> str:
@@ -669,8 +754,8 @@ def write(folders: Sequence[Path], out: Path) -> str:
     """Write the report; returns the line to print.  Raises UserError."""
     if not out.parent.is_dir():
         raise UserError(f"{out}: no such folder {out.parent}")
-    if out.is_dir():
-        raise UserError(f"{out}: is a folder; name a file")
+    if out.exists() and not out.is_file():                     # replacing /dev/null would be no good idea either
+        raise UserError(f"{out}: is {'a folder' if out.is_dir() else 'no regular file'}; name a file")
     started = time.perf_counter()
     data = page([read_run(folder) for folder in folders]).encode("utf-8", "replace")
     write_whole(out, data)

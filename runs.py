@@ -5,9 +5,10 @@
       run.json           every start: time, command, git commit, versions, hardware, seed
       stages.json        finished stages, what they returned, where metrics and ledger stood
       metrics.jsonl      one line a step, stable keys, no times: equal runs give equal bytes
-      times.jsonl        seconds and other values that differ from run to run
+      times.jsonl        seconds of every RL iteration, which differ from run to run
       results.json       final numbers with the ledger of real interactions
       checkpoints/<stage>/00000012.safetensors
+      models/<stage>/    finished models as plain transformers or peft load them
       lock               held while a process works in the folder
 
     with Interrupt() as interrupt, Run.open(cfg, reason, sys.argv, stages=("collect", "mexp", "rl")) as run:
@@ -31,6 +32,7 @@ import difflib
 import errno
 import fcntl
 import hashlib
+import importlib
 import importlib.metadata
 import json
 import os
@@ -105,15 +107,33 @@ def append_whole(path: Path, text: str) -> None:
             raise
 
 
+def _lost(path: Path, size: int, recorded: int) -> UserError:
+    return UserError(f"{path}: shorter ({size} bytes) than recorded ({recorded}); restore it, or start over in another "
+                     f"run.out")
+
+
+def cut(path: Path, size: int) -> None:
+    """Takes off what a killed process wrote behind its last checkpoint.  Raises UserError where lines were lost."""
+    with _disk(path), open(path, "ab") as file:
+        if file.tell() < size:
+            raise _lost(path, file.tell(), size)
+        file.truncate(size)
+        os.fsync(file.fileno())
+
+
 def _read_json(path: Path, default: Any) -> Any:
+    """Raises UserError where the file holds no JSON, or a value of another kind than ``default``."""
     if not path.exists():
         return default
     with _disk(path):
         data = path.read_bytes()
     try:
-        return json.loads(data)
-    except ValueError:
-        raise UserError(f"{path}: damaged (not JSON); restore it or choose another run.out") from None
+        value = json.loads(data)
+        if type(value) is type(default):
+            return value
+    except (ValueError, RecursionError):
+        pass
+    raise UserError(f"{path}: damaged (not the JSON that was written); restore it or choose another run.out")
 
 
 # ------------------------------------------------------------------------------------------------- state
@@ -178,8 +198,8 @@ def _open_state(path: Path) -> Iterator[Any]:
             if (file.metadata() or {}).get("format") != "dreamgym":
                 raise UserError(f"{path}: not a file of this program")
             yield file
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise UserError(f"{path}: damaged ({type(error).__name__}); delete it to continue without it") from None
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: damaged ({type(error).__name__}); delete it to go on from the one before") from None
 
 
 def load_state(path: str | os.PathLike) -> Any:
@@ -350,6 +370,12 @@ class Interrupt:
             signal.signal(signum, handler)
 
 
+def clock(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 class Progress:
     """A bar on a terminal; otherwise one line every ``every`` seconds at the most.  Writes to stderr."""
 
@@ -359,7 +385,8 @@ class Progress:
         if sys.stderr.isatty():
             from tqdm import tqdm
             self.bar = tqdm(total=total, initial=start, desc=title, dynamic_ncols=True)
-        self.shown_at, self.shown_count = time.monotonic(), start
+        self.began, self.start = time.monotonic(), start
+        self.shown_at, self.shown_count = self.began, start
 
     def update(self, count: int = 1, **values: float) -> None:
         """``values`` are shown next to the bar, floats with four digits."""
@@ -370,8 +397,14 @@ class Progress:
         elif time.monotonic() - self.shown_at >= self.every or self.count == self.total:
             if self.count != self.shown_count:
                 shown = "".join(f"  {k} {v:.4g}" if isinstance(v, float) else f"  {k} {v}" for k, v in values.items())
-                print(f"{self.title}: {self.count}/{self.total}{shown}", file=sys.stderr, flush=True)
+                print(f"{self.title}: {self.count}/{self.total}{shown}{self.left()}", file=sys.stderr, flush=True)
             self.shown_at, self.shown_count = time.monotonic(), self.count
+
+    def left(self) -> str:
+        """Expected time left, from the pace so far; nothing below two seconds."""
+        pace = (time.monotonic() - self.began) / max(1, self.count - self.start)
+        seconds = pace * (self.total - self.count)
+        return "" if seconds < 2 else f"  {clock(seconds)} left"
 
     def close(self) -> None:
         if self.bar is not None:
@@ -405,23 +438,25 @@ def _plain(value: Any) -> Any:
 class Tracker:
     """TensorBoard or wandb behind one ``log``; imported only when asked for, silent for ``none``."""
 
+    @staticmethod
+    def require(kind: str) -> None:
+        """Raises UserError where its package or key is missing; before a folder is made for the run."""
+        if kind == "wandb" and not os.environ.get("WANDB_API_KEY") and os.environ.get("WANDB_MODE") != "offline":
+            raise UserError("run.tracker: wandb needs WANDB_API_KEY (or WANDB_MODE=offline) in the environment")
+        try:
+            importlib.import_module({"tensorboard": "torch.utils.tensorboard", "none": "json"}.get(kind, kind))
+        except ImportError:
+            raise UserError(f"run.tracker: {kind} is not installed: pip install {kind}") from None
+
     def __init__(self, kind: str, folder: Path, config: Config) -> None:
         self.kind, self.writer = kind, None
         if kind == "tensorboard":
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise UserError("run.tracker: tensorboard is not installed: pip install tensorboard") from None
+            from torch.utils.tensorboard import SummaryWriter
             self.writer = SummaryWriter(str(folder / "tensorboard"))
         elif kind == "wandb":
-            if not os.environ.get("WANDB_API_KEY") and os.environ.get("WANDB_MODE") != "offline":
-                raise UserError("run.tracker: wandb needs WANDB_API_KEY (or WANDB_MODE=offline) in the environment")
             for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
                 os.environ.setdefault(name, str(folder if name == "WANDB_DIR" else cache_folder() / "wandb"))
-            try:
-                import wandb
-            except ImportError:
-                raise UserError("run.tracker: wandb is not installed: pip install wandb") from None
+            import wandb
             identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
             self.writer = wandb.init(project="dreamgym", name=folder.name, id=identity, resume="allow",
                                      config=config.model_dump())
@@ -496,7 +531,7 @@ class Lock:
             self.file.write(text.encode())
             self.file.flush()
 
-    def release(self) -> None:
+    def close(self) -> None:
         if not self.file.closed:
             self._write("")                              # the file stays: deleting it would race with the next owner
             self.file.close()
@@ -554,6 +589,7 @@ class Run:
         if restart is not None and restart not in stages:
             near = difflib.get_close_matches(restart, stages, 1, 0.4) or [", ".join(stages)]
             raise UserError(f"--from {restart}: unknown stage; did you mean {near[0]}?")
+        Tracker.require(config.run.tracker)
         folder = Path(config.run.out).expanduser()
         with _disk(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -572,37 +608,50 @@ class Run:
             run = cls(folder, config, lock, stages)
             run._start(reason, command, restart)
         except BaseException:                                          # also Ctrl-C: the folder is free again
-            lock.release()
+            lock.close()
             raise
         return run
 
     def _start(self, reason: str, command: Sequence[str], restart: str | None) -> None:
+        starts = _read_json(self.folder / "run.json", [])
+        state = _read_json(self.folder / "stages.json", {"done": {}, "repeat": []})
+        try:
+            first = min(self.stages.index(stage) for stage in [*state["repeat"], *([restart] if restart else [])]
+                        or [self.stages[-1]])
+            repeat = list(self.stages[first:]) if state["repeat"] or restart else []
+            self._done = {stage: entry for stage, entry in state["done"].items() if stage not in repeat}
+            position = self._last_position()
+            self.ledger.restore(position["ledger"])
+            self._keys = self._read_keys(position["metrics_bytes"])
+            for stage, entry in self._done.items():
+                if entry.get("step") and not self.checkpoints(stage).path(entry["step"]).exists():
+                    raise UserError(f"{self.checkpoints(stage).path(entry['step'])}: missing, the result of a finished "
+                                    f"stage; restore it or repeat from there: --from {stage}")
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise UserError(f"{self.folder / 'stages.json'}: damaged (not what was written); restore it or choose "
+                            f"another run.out") from None
+
         with _disk(self.folder):
-            for leftover in self.folder.rglob(".*.tmp"):             # of a process that was killed while writing
-                leftover.unlink()
+            for leftover in list(self.folder.rglob(".*.tmp")):       # of a process that was killed while writing
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         if self.lock.took_over:
             print(f"{self.folder}: took over from process {self.lock.took_over}, which ended early", file=sys.stderr)
-        starts = _read_json(self.folder / "run.json", [])
         starts.append({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "command": list(command),
                        "profile": reason, "seed": self.config.run.seed, "commit": git_commit()} | describe_machine())
         write_whole(self.folder / "run.json", json.dumps(starts, indent=1) + "\n")
         write_whole(self.folder / "config.yaml", configuration.to_yaml(self.config))
-
-        state = _read_json(self.folder / "stages.json", {"done": {}, "repeat": []})
-        repeat = state["repeat"]
-        if restart is not None:
-            repeat = list(self.stages[self.stages.index(restart):])
-        self._done = {stage: entry for stage, entry in state["done"].items() if stage not in repeat}
         if repeat:
             # Recorded before anything is deleted: a start that is killed in between is finished by the next one.
             self._write_stages(repeat)
             with _disk(self.folder):
                 (self.folder / "results.json").unlink(missing_ok=True)
                 for stage in repeat:
-                    if (self.folder / "checkpoints" / stage).exists():
-                        shutil.rmtree(self.folder / "checkpoints" / stage)
+                    for stale in (self.folder / "checkpoints" / stage, self.folder / "models" / stage):
+                        if stale.exists():
+                            shutil.rmtree(stale)
+                    for stale in self.folder.glob(f"eval-{stage}-*.json"):
+                        stale.unlink()
             self._write_stages([])
-        self.ledger.restore(self._last_position()["ledger"])
         self.tracker = Tracker(self.config.run.tracker, self.folder, self.config)
 
     def _write_stages(self, repeat: list[str]) -> None:
@@ -611,7 +660,7 @@ class Run:
     def close(self) -> None:
         if self.tracker is not None:
             self.tracker.close()
-        self.lock.release()
+        self.lock.close()
 
     def __enter__(self) -> Run:
         return self
@@ -628,22 +677,12 @@ class Run:
         keys = self._keys.setdefault(stage, list(line))
         if list(line) != keys:
             raise ValueError(f"metrics of {stage} changed their keys: {sorted(set(keys) ^ set(line)) or 'their order'}")
-        self._append(self._metrics_path, line)
+        append_whole(self._metrics_path, json.dumps(line) + "\n")
         self.tracker.log(stage, step, {key: line[key] for key in values})
 
     def log_times(self, stage: str, step: int, **values: float) -> None:
         """Seconds, tokens a second and the like: times.jsonl, which differs from run to run and is never cut."""
-        self._append(self.folder / "times.jsonl", {"stage": stage, "step": step} | values)
-
-    def _append(self, path: Path, line: dict) -> None:
-        with _disk(path), open(path, "ab", buffering=0) as file:
-            size, data = file.tell(), json.dumps(line).encode() + b"\n"
-            try:
-                if file.write(data) < len(data):                     # the disk is nearly full
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                file.truncate(size)
-                raise
+        append_whole(self.folder / "times.jsonl", json.dumps({"stage": stage, "step": step} | values) + "\n")
 
     def _position(self) -> dict[str, Any]:
         """Where metrics and ledger stand now; the metrics up to here are on the disk."""
@@ -658,19 +697,25 @@ class Run:
 
     def _rewind(self, position: dict[str, Any]) -> None:
         """Cuts the metrics back to a position and resets the ledger: what came after will be done again."""
-        size = position["metrics_bytes"]
-        with _disk(self._metrics_path), open(self._metrics_path, "ab") as file:
-            if file.tell() < size:
-                raise UserError(f"{self._metrics_path}: shorter ({file.tell()} bytes) than recorded ({size}); "
-                                f"restore it, or start over in another run.out")
-            file.truncate(size)
-            os.fsync(file.fileno())
+        self._keys = self._read_keys(position["metrics_bytes"])
+        cut(self._metrics_path, position["metrics_bytes"])
         self.ledger.restore(position["ledger"])
-        self._keys = {}
+
+    def _read_keys(self, size: int) -> dict[str, list[str]]:
+        """Stage -> keys of its lines among the first ``size`` bytes of the metrics.  Raises UserError."""
+        keys: dict[str, list[str]] = {}
         with _disk(self._metrics_path):
-            for text in self._metrics_path.read_text().splitlines():
+            data = self._metrics_path.read_bytes()[:size] if self._metrics_path.exists() else b""
+        if len(data) < size:
+            raise _lost(self._metrics_path, len(data), size)
+        for number, text in enumerate(data.splitlines(), 1):
+            try:
                 line = json.loads(text)
-                self._keys.setdefault(line["stage"], list(line))
+                keys.setdefault(line["stage"], list(line))
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise UserError(f"{self._metrics_path} line {number}: damaged; restore the file, or start over in "
+                                f"another run.out") from None
+        return keys
 
     # -- stages and checkpoints
 
@@ -685,7 +730,8 @@ class Run:
         """Finished: the next start skips the stage and gets ``payload`` (JSON) from ``payload(stage)``."""
         if stage not in self.stages:
             raise ValueError(f"unknown stage {stage}")
-        self._done[stage] = {"payload": payload} | self._position()
+        steps = self.checkpoints(stage).steps()
+        self._done[stage] = {"payload": payload, "step": steps[-1] if steps else 0} | self._position()
         self._write_stages([])
 
     def payload(self, stage: str) -> Any:
@@ -726,6 +772,19 @@ class Run:
         checkpoints = self.checkpoints(stage)
         step = checkpoints.best()
         return checkpoints.newest() if step is None else (step, checkpoints.load(step))
+
+    def export(self, stage: str, lm: Any) -> None:
+        """models/<stage>: the model as plain ``transformers`` or ``peft`` load it, whole or not at all."""
+        folder = self.folder / "models" / stage
+        temporary = folder.with_name(f".{stage}.tmp")
+        with _disk(folder):
+            shutil.rmtree(temporary, ignore_errors=True)
+            try:
+                lm.export(temporary)
+            except SafetensorError as error:                         # its way of saying that the disk is full
+                raise UserError(f"{folder}: cannot be written: {error}") from None
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(temporary, folder)
 
     def write_results(self, results: dict[str, Any]) -> None:
         """results.json: final numbers together with the real interactions they cost."""

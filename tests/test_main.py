@@ -1,10 +1,11 @@
-"""The whole program: a tiny run from end to end, and the same run killed again and again.
+"""The whole program: a tiny run from end to end, and the same run killed and interrupted again and again.
 
-DREAMGYM_KILLS (default 2) says how often the run is killed: DREAMGYM_KILLS=20 python -m pytest tests/test_main.py
+DREAMGYM_KILLS (default 2) says how often: DREAMGYM_KILLS=20 python -m pytest tests/test_main.py
 """
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -12,29 +13,47 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-ROOT = Path(__file__).parent.parent
-TINY = ["--profile", "smoke", "--set", "policy.steps=12", "--set", "mexp.steps=12", "--set", "eval.tasks=4",
-        "--set", "eval.validation_tasks=4", "--set", "env.max_steps=4", "--set", "mexp_model.max_new_tokens=24",
-        "--set", "policy_model.max_new_tokens=8", "--set", "collect.noisy=30", "--set", "run.processes=1",
-        "--set", "s2r.transitions=64", "--set", "rl.tasks_per_step=2", "--set", "rl.eval_every=1"]
+import runs
+from launch import ROOT, launch
 
-
-def command(out: Path, *more: str) -> list[str]:
-    return [sys.executable, "dreamgym.py", "--config", "configs/webshop.yaml", *TINY, "--set", f"run.out={out}", *more]
-
-
-def start(out: Path, *more: str) -> subprocess.Popen:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DREAMGYM_CACHE": str(out.parent / "cache")}
-    return subprocess.Popen(command(out, *more), cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)
+KILLS = int(os.environ.get("DREAMGYM_KILLS", 2))
+TINY = ["--config", "configs/webshop.yaml", "--profile", "smoke", *(word for setting in (
+    "policy.steps=8", "mexp.steps=8", "policy.batch_tokens=544", "mexp.batch_tokens=704", "eval.tasks=4",
+    "eval.validation_tasks=4", "env.max_steps=4", "mexp_model.max_new_tokens=24", "policy_model.max_new_tokens=8",
+    "collect.noisy=30", "s2r.transitions=48", "rl.tasks_per_step=2", "rl.eval_every=1", "rl.minibatches=1")
+    for word in ("--set", setting))]
 
 
-def finish(out: Path, *more: str) -> str:
-    process = start(out, *more)
-    stdout, stderr = process.communicate(timeout=600)
-    assert process.returncode == 0, stderr
-    return stdout
+def start(out: Path, *more: str, die=None, processes: int = 1):
+    return launch(out.with_suffix(".log"), *TINY, "--set", f"run.processes={processes}", "--set", f"run.out={out}", *more,
+                  die=die)
+
+
+def printed(out: Path) -> str:
+    return out.with_suffix(".log").read_text()
+
+
+def finish(out: Path, *more: str, processes: int = 1) -> str:
+    process = start(out, *more, processes=processes)
+    process.join(600)
+    assert process.exitcode == 0, printed(out)
+    return printed(out)
+
+
+def outcome(out: Path) -> tuple:
+    """All that a run leaves and that may not depend on how often it was stopped."""
+    models = sorted((out / "models").glob("*/*.safetensors"))
+    return ((out / "metrics.jsonl").read_bytes(), json.loads((out / "results.json").read_text()),
+            (out / "dream.jsonl").read_bytes(), (out / "real.jsonl").read_bytes(), [path.read_bytes() for path in models])
+
+
+def wait_for(condition, process, out: Path, seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.is_alive() and time.monotonic() < end, printed(out)
+        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -45,39 +64,185 @@ def finished(tmp_path_factory):
 
 
 def test_all_stages_end_in_a_table_of_real_success(finished):
-    out, printed, _ = finished
+    out, shown, _ = finished
     results = json.loads((out / "results.json").read_text())
     assert set(results["policies"]) == {"cloned", "dream", "s2r"}
     assert results["real"]["transitions"]["rl"] == 0                          # the dream used nothing real
-    assert 0 < results["real"]["transitions"]["s2r"] <= 64
-    assert "real success on 4 held-out test tasks" in printed and "RL in the dream" in printed
+    assert 0 < results["real"]["transitions"]["s2r"] <= 48
+    assert "real success on 4 held-out test tasks" in shown and "RL in the dream" in shown
+    assert re.search(r"dream: 2/2  success \S+  reward \S+  kl \S+  real_greedy \S+  real_sampled", shown)
+    lines = [json.loads(line) for line in (out / "real.jsonl").read_text().splitlines()]
+    assert {line["episode"].split("/")[0] for line in lines} == {"eval-cloned", "eval-dream", "eval-s2r"}
+    times = [json.loads(line) for line in (out / "times.jsonl").read_text().splitlines()]
+    assert [(t["stage"], t["step"]) for t in times[:2]] == [("dream", 1), ("dream", 2)] and times[0]["seconds"] > 0
+
+
+def test_models_are_loaded_by_plain_transformers(finished):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    out, *_ = finished
+    for stage in ("policy", "mexp", "dream", "s2r"):
+        model = AutoModelForCausalLM.from_pretrained(out / "models" / stage)
+        ids = AutoTokenizer.from_pretrained(out / "models" / stage)("[home]", return_tensors="pt")["input_ids"]
+        assert torch.isfinite(model(ids).logits).all()
+        weights = runs.Run.newest(out, stage)[1]["weights"]
+        assert all(torch.equal(w, weights[n]) for n, w in model.named_parameters() if n in weights) and len(weights) > 9
 
 
 def test_a_finished_run_is_not_repeated(finished):
-    out, _, seconds = finished
-    before = (out / "metrics.jsonl").read_bytes()
+    out, *_ = finished
+    before = outcome(out)
     assert "RL in the dream" in finish(out)
-    assert (out / "metrics.jsonl").read_bytes() == before
+    assert outcome(out) == before
 
 
 def test_another_configuration_is_refused(finished):
     out, *_ = finished
     process = start(out, "--set", "rl.lr=0.5")
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 2 and "rl.lr" in stderr and "Traceback" not in stderr
+    process.join(300)
+    shown = printed(out)
+    assert process.exitcode == 2 and shown.startswith("error: ") and "rl.lr" in shown and shown.count("\n") == 1
 
 
+def test_the_program_in_a_process_that_imports_it(finished):
+    out, *_ = finished
+    done = subprocess.run([sys.executable, "dreamgym.py", "--config", "configs/nope.yaml"], cwd=ROOT, text=True,
+                          capture_output=True, timeout=300)
+    assert done.returncode == 2 and done.stderr == "error: configs/nope.yaml: cannot be read: no such file or directory\n"
+
+
+# ------------------------------------------------------------------------------------------------ kills
 def test_killed_at_random_moments_it_ends_the_same(finished, tmp_path):
     whole, _, seconds = finished
     out, rng = tmp_path / "run", random.Random(0)
-    for _ in range(int(os.environ.get("DREAMGYM_KILLS", 2))):
+    for _ in range(KILLS):
         process = start(out)
-        try:
-            process.communicate(timeout=rng.uniform(0.2, 0.9) * seconds)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
+        process.join(rng.uniform(0.1, 0.9) * seconds)
+        process.kill()
+        process.join()
     finish(out)
-    assert (out / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    one, other = (json.loads((folder / "results.json").read_text()) for folder in (whole, out))
-    assert one == other
+    assert outcome(out) == outcome(whole)
+
+
+def test_killed_while_writing_it_ends_the_same(finished, tmp_path):
+    """Every start dies inside the writing of some file, in turn before a torn file is synced and before it is renamed."""
+    whole, *_ = finished
+    out, rng, torn = tmp_path / "run", random.Random(1), set()
+    for number in range(2 * KILLS):
+        process = start(out, die=(("fsync", "replace")[number % 2], rng.randint(6, 14)))      # 3 are made at every start
+        process.join(600)
+        left = [path for path in out.rglob(".*.tmp")]
+        torn |= {path.parent.name for path in left if path.suffixes[-2:] == [".safetensors", ".tmp"] or
+                 ".safetensors." in path.name}
+        assert process.exitcode in (0, -signal.SIGKILL) and (process.exitcode == 0 or len(left) == 1), printed(out)
+    assert torn, "no checkpoint was hit"
+    finish(out)
+    assert outcome(out) == outcome(whole) and not list(out.rglob(".*.tmp"))
+
+
+def test_killed_before_finished_training_was_noted(finished, tmp_path, monkeypatch):
+    """Policy and experience model are trained, half of their metrics are written: they are not written twice."""
+    whole, *_ = finished
+    out = tmp_path / "run"
+    process = start(out)
+    wait_for(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size, process, out)
+    process.kill()
+    process.join()
+    stages = json.loads((out / "stages.json").read_text())
+    stages["done"] = {"collect": stages["done"]["collect"]}                   # as if it had died a moment earlier
+    (out / "stages.json").write_text(json.dumps(stages))
+    finish(out)
+    assert outcome(out) == outcome(whole)
+
+
+def children(pid: int) -> list[int]:
+    """All descendants of a process."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout.split()
+    pairs = list(zip(map(int, listed[::2]), map(int, listed[1::2])))
+    found, new = [], [pid]
+    while new:
+        new = [child for child, parent in pairs if parent in new]
+        found += new
+    return found
+
+
+def living(pids) -> list[int]:
+    alive = []
+    for pid in pids:
+        try:
+            alive += [pid] if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z" else []
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+    return alive
+
+
+@pytest.mark.skipif(KILLS < 3, reason="minutes, because helpers import everything anew: set DREAMGYM_KILLS")
+def test_two_processes_killed_and_interrupted(tmp_path):
+    """Helpers die with the first process, wherever it is killed; interrupted helpers save where they are."""
+    whole, out, rng = tmp_path / "whole", tmp_path / "run", random.Random(2)
+    finish(whole, processes=2)
+    process = start(out, processes=2)                                         # two trainings side by side, interrupted
+    wait_for(lambda: (out / "stages.json").exists() and len(children(process.pid)) >= 2, process, out)
+    time.sleep(1)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(300)
+    assert process.exitcode == 130 and "the same command goes on" in printed(out), printed(out)
+    for _ in range(KILLS):
+        process = start(out, processes=2)
+        wait_for(lambda: len(children(process.pid)) >= 2 or not process.is_alive(), process, out)
+        time.sleep(rng.uniform(0, 15))
+        helpers = children(process.pid)
+        process.kill()
+        process.join()
+        end = time.monotonic() + 60
+        while living(helpers) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not living(helpers)
+    finish(out, processes=2)
+    assert outcome(out) == outcome(whole)
+
+
+# ------------------------------------------------------------------------------------------------ Ctrl-C, --from
+MOMENTS = {                                                  # stage -> whether a run has just begun it
+    "policy": lambda out: (out / "stages.json").exists(),
+    "dream": lambda out: (out / "checkpoints/dream/00000001.safetensors").exists(),
+    "eval": lambda out: (out / "checkpoints/eval").exists()}
+
+
+def test_interrupted_in_every_stage_it_ends_the_same(finished, tmp_path):
+    whole, *_ = finished
+    out = tmp_path / "run"
+    for stage, begun in MOMENTS.items():
+        process = start(out)
+        wait_for(lambda: begun(out), process, out)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(300)
+        shown = printed(out)
+        assert process.exitcode == 130 and "Traceback" not in shown, shown
+        assert "stopping after this step" in shown and shown.endswith("stopped; the same command goes on from here\n")
+        assert not (out / "results.json").exists()
+        if stage == "policy":                                  # not after the last step, but where it was
+            assert runs.Checkpoints(out / "checkpoints" / stage, 1).steps()[-1] < 8
+    finish(out)
+    assert outcome(out) == outcome(whole)
+
+
+def test_a_second_interruption_ends_it_at_once(tmp_path):
+    out = tmp_path / "run"
+    process = start(out, "--set", "policy.steps=100000")
+    wait_for(lambda: MOMENTS["policy"](out), process, out)
+    os.kill(process.pid, signal.SIGSTOP)                       # so that both arrive before a step ends
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+        os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 130
+
+
+def test_from_repeats_a_stage_and_what_follows(finished, tmp_path):
+    whole, *_ = finished
+    before, stages = outcome(whole), json.loads((whole / "stages.json").read_text())["done"]
+    policy = (whole / "checkpoints/policy/00000008.safetensors").stat().st_mtime_ns
+    mexp = (whole / "checkpoints/mexp/00000008.safetensors").stat().st_mtime_ns
+    finish(whole, "--from", "mexp")
+    assert outcome(whole) == before and json.loads((whole / "stages.json").read_text())["done"] == stages
+    assert (whole / "checkpoints/policy/00000008.safetensors").stat().st_mtime_ns == policy
+    assert (whole / "checkpoints/mexp/00000008.safetensors").stat().st_mtime_ns > mexp

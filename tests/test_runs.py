@@ -441,11 +441,11 @@ def test_lock_without_flock(tmp_path, monkeypatch):
         child.wait()
     lock = Lock(tmp_path)
     assert lock.took_over == child.pid
-    lock.release()
+    lock.close()
     assert (tmp_path / "lock").read_text() == ""
     for text in ("no number", "\x00\xff", "", "²", "9" * 150, "-1"):
         (tmp_path / "lock").write_text(text)
-        Lock(tmp_path).release()
+        Lock(tmp_path).close()
 
 
 def test_what_a_start_records(tmp_path, monkeypatch):
@@ -460,6 +460,29 @@ def test_what_a_start_records(tmp_path, monkeypatch):
     assert starts[0]["commit"] == runs.git_commit() and starts[0]["cpus"] >= 1
     assert [p.name for p in tmp_path.iterdir()] == ["run"]           # nothing outside the folder
     assert not any(b"very-secret" in p.read_bytes() for p in Path("run").rglob("*") if p.is_file())
+
+
+def test_a_lost_result_of_a_finished_stage_is_named(tmp_path):
+    """Deleting the newest checkpoint of a finished stage must not silently bring an older one back."""
+    work(tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/rl/00000004.safetensors"
+    newest.unlink()
+    before = (tmp_path / "run/run.json").read_bytes()
+    with pytest.raises(UserError, match="00000004.safetensors: missing, the result of a finished stage; .* --from rl"):
+        work(tmp_path / "run")
+    assert (tmp_path / "run/run.json").read_bytes() == before
+    open_run(tmp_path / "run", restart="rl").close()
+
+
+def test_appended_lines_and_cuts(tmp_path):
+    path = tmp_path / "a.jsonl"
+    runs.append_whole(path, "one\n")
+    with file_size_limit(6), pytest.raises(UserError, match="no space left on device"):
+        runs.append_whole(path, "four\n")
+    assert path.read_text() == "one\n"
+    with pytest.raises(UserError, match=r"a.jsonl: shorter \(4 bytes\) than recorded \(9\)"):
+        runs.cut(path, 9)                                            # never longer, filled with zeros
+    assert path.read_text() == "one\n"
 
 
 def test_leftovers_of_a_killed_write_are_removed(tmp_path):
@@ -512,6 +535,16 @@ def test_progress_without_a_terminal(capsys):
         progress.update()
     out, err = capsys.readouterr()
     assert out == "" and err == "rl: 1000/1000  loss 0.1235  n 3\nrl: 6/10\n"
+
+
+def test_progress_says_what_is_left(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
+    with Progress("rl", total=10, start=4) as progress:
+        now[0] += 120
+        progress.update(2)
+    assert capsys.readouterr().err == "rl: 6/10  4 min left\n"
+    assert [runs.clock(s) for s in (12.4, 600, 7200)] == ["12 s", "10 min", "2.0 h"]
 
 
 def open_with_tracker(folder, kind) -> Run:
