@@ -381,7 +381,7 @@ def speed(processes: int) -> float:
 
 
 def expected(cfg: Config) -> dict[str, float] | None:
-    """Seconds by part at REFERENCE speed; None for backbones that were not measured."""
+    """Seconds by part at REFERENCE speed; None for backbones and environments that were not measured."""
     import dreamgym
     if cfg.policy_model.name != "tiny" or cfg.mexp_model.name != "tiny" or cfg.mexp.endpoint or (
             cfg.mexp.teacher != "rules"):
@@ -426,7 +426,8 @@ def estimate(cfg: Config) -> str:
     """The expected time of a whole run, for its start; half a second of calibration."""
     parts = expected(cfg)
     if parts is None:
-        return "expected time: not known for pre-trained models and servers; the progress lines tell after the first steps"
+        return ("expected time: only known for the tiny models on webshop, without servers; the progress lines tell after the "
+                "first steps")
     slower = REFERENCE / speed(cfg.run.processes)
     parts = {name: seconds * slower for name, seconds in parts.items()}
     total = sum(parts.values())

@@ -151,6 +151,7 @@ class RLSection(Section):
     iterations: Positive = 20
     tasks_per_step: Int = Field(16, ge=1, le=65536)
     group_size: Int = Field(8, ge=1, le=1024)
+    max_turns: Positive | None = None
     temperature: float = Field(1.0, gt=0, le=5)
     lr: Rate = 1e-4
     lr_warmup: Count = 0
@@ -242,7 +243,7 @@ def contradictions(c: Config) -> Iterator[tuple[str, str]]:
         yield "s2r.tasks_per_step", (f"{c.s2r.tasks_per_step} tasks cannot be shared equally by run.processes = "
                                      f"{c.run.processes} (a group stays on one process)")
     half = max(1, c.s2r.tasks_per_step // 2)
-    if 0 < c.s2r.transitions < half * c.rl.group_size * c.env.max_steps:
+    if 0 < c.s2r.transitions < half * c.rl.group_size * (c.rl.max_turns or c.env.max_steps):
         yield "s2r.transitions", (f"{c.s2r.transitions} may not pay for half an iteration: {half} tasks x rl.group_size "
                                   f"{c.rl.group_size} x env.max_steps {c.env.max_steps}; raise it, lower "
                                   "s2r.tasks_per_step, or set 0 for no sim-to-real")

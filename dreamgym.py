@@ -439,7 +439,7 @@ class RLJob:
         offline = read_transitions(folder / "offline.jsonl")
         self.grammar = training_grammar(self.world, offline)
         self.words = content_words(self.grammar, offline)
-        self.dreaming, self.turns = stage == "dream", cfg.env.max_steps
+        self.dreaming, self.turns = stage == "dream", cfg.rl.max_turns or cfg.env.max_steps
         if self.dreaming:
             self.policy, lm = policy_and_world(cfg, folder, "policy")
         else:
@@ -595,7 +595,7 @@ def measure_fidelity(cfg: Config, run: Run) -> None:
     held_out = fidelity.held_out_transitions(world, grammar, "validation", episodes, cfg.run.seed, cfg.env.max_steps)
     run.ledger.add("validation", len(held_out), sum(episodes.values()))
     found = fidelity.teacher_forced(model, held_out)
-    for renamed in (None, "unseen"):
+    for renamed in (None, "unseen") if content_words(grammar, held_out) else (None,):
         found |= fidelity.balanced_purchases(model, held_out, GATE_PURCHASES,
                                              random.Random(derive_seed(cfg.run.seed, "gate")), renamed)
     write_whole(run.path("fidelity.json"), json.dumps(found, indent=1) + "\n")

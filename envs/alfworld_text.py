@@ -562,6 +562,11 @@ class ALFWorldGrammar:
         status = page.status[page.here[0]]
         return "at" if status == "seen" else f"at {status}"
 
+    def move(self, state: str, action: str) -> str:
+        """What a step does, for tables: its verb; ``nothing``; ``hidden: go``, ``hidden: open`` where it ``reveals``."""
+        verb = offered(state).get(action, ("nothing",))[0]
+        return f"hidden: {verb}" if self.reveals(state, action) else "look" if _EDITS.get(verb) == "[look]" else verb
+
     def reveals(self, state: str, action: str) -> bool:
         """Does the action show what this episode has not seen: a place for the first time, or what a closed one
         holds?  No model can know that (docstring of this file)."""
@@ -570,13 +575,13 @@ class ALFWorldGrammar:
         return (verb, page.status.get(rest[0]) if rest else None) in (("go", "new"), ("examine", "new"), ("open", "closed"))
 
     def key(self, state: str, action: str) -> str:
-        """The action's words, or ``nothing`` for all that cannot be done here: they do the same everywhere.  Where
-        something hidden comes to light (``reveals``), the kind of room (its receptacles) belongs to the key: the same
-        place of the same room is what a memory can help with."""
+        """The action's verb, or ``nothing`` where it cannot be done: these do the same everywhere.  Where something
+        hidden comes to light (``reveals``), the whole action and the kind of room (its receptacles): the same place of the
+        same room is what a memory can help with."""
         if action not in offered(state):
             return "nothing"
         if not self.reveals(state, action):
-            return action
+            return offered(state)[action][0]
         status = parse(state).status
         rooms = [f"{word} {len(numbers)}" for word, _, numbers in _group(status, {})]
         return " ".join([action, status[offered(state)[action][1]], *rooms])
@@ -827,26 +832,44 @@ def _anything(task: str, state: str, rng: random.Random) -> str:
 
 
 def _slipping(share: float):
-    """The explorer, who in a share of the steps does something random, and sometimes something impossible."""
+    """The explorer, who in a share of the steps does something else: mostly what changes something, each verb as likely
+    as the others; sometimes what does not, or cannot be done."""
     def act(task: str, state: str, rng: random.Random) -> str:
         if rng.random() >= share:
             return explorer(task, state, rng)
-        if rng.random() < 0.8:
+        if rng.random() < 0.7:
+            by_verb: dict[str, list[str]] = {}
+            for command, (verb, *_) in sorted(offered(state).items()):
+                if _EDITS[verb] != "[look]":
+                    by_verb.setdefault(verb, []).append(command)
+            return rng.choice(by_verb[rng.choice(sorted(by_verb))])
+        if rng.random() < 0.5:
             return _anything(task, state, rng)
         places, obj = sorted(parse(state).status), parse_task(task).obj
         return rng.choice([f"open {r}" for r in places] + [f"take {obj} 1 from {r}" for r in places])
     return act
 
 
-POLICIES = {"expert": explorer, "noisy": _slipping(0.75), "mediocre": _slipping(0.88), "random": _anything,
-            "curious": explorer}
+def _curious(task: str, state: str, rng: random.Random) -> str:
+    """Looks into one place after the other and touches nothing: what a memory of the room needs."""
+    page = parse(state)
+    closed = [r for r in page.here if page.status[r] == "closed"]
+    new = sorted(r for r, s in page.status.items() if s == "new")
+    if closed or not new:
+        return f"open {closed[0]}" if closed else _anything(task, state, rng)
+    r = rng.choice(new)
+    return f"examine {r}" if r in page.here else f"go to {r}"
+
+
+POLICIES = {"expert": explorer, "noisy": _slipping(0.7), "mediocre": _slipping(0.9), "random": _anything,
+            "curious": _curious}
 
 
 def policy(name: str):
     """A scripted policy ``(task, state, earlier actions, rng) -> action`` that reads text alone.
 
-    ``expert`` is the explorer; ``noisy`` and ``mediocre`` slip in 75 and 88 % of their steps; ``random`` draws a verb,
-    then a command.  Raises ValueError on an unknown name.
+    ``expert`` is the explorer; ``noisy`` and ``mediocre`` slip in 70 and 90 % of their steps; ``random`` draws a verb,
+    then a command; ``curious`` looks everywhere.  Raises ValueError on an unknown name.
     """
     if name not in POLICIES:
         raise ValueError(f"unknown scripted policy {name!r}; known: {', '.join(POLICIES)}")
