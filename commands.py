@@ -76,9 +76,12 @@ def preflight(cfg: Config) -> None:
     """Raises, before a folder is made for the run, what would stop it later: data, packages, models and devices that
     are not there."""
     import dreamgym                                            # here, because dreamgym imports this module
-    open_world(cfg.env)
+    tasks = open_world(cfg.env).tasks["train"][:cfg.env.train_tasks]
+    dreaming, most = "dream" in dreamgym.RL_STAGES[cfg.run.method], max(cfg.rl.tasks_per_step, cfg.s2r.tasks_per_step)
+    if dreamgym.RL_STAGES[cfg.run.method] and len(tasks) < most:
+        raise UserError(f"env.train_tasks: {len(tasks):,} training tasks are fewer than the {most:,} of an iteration "
+                        "(rl.tasks_per_step, s2r.tasks_per_step): raise it, or lower these")
     make_encoder(cfg.retrieval.encoder)
-    dreaming = "dream" in dreamgym.RL_STAGES[cfg.run.method]
     models = [cfg.policy_model] + ([cfg.mexp_model] if dreaming and not cfg.mexp.endpoint else [])
     if config.is_address(cfg.mexp.endpoint or cfg.mexp.teacher):
         dreamgym.new_server(cfg, cfg.mexp.endpoint or cfg.mexp.teacher)
@@ -384,7 +387,7 @@ def expected(cfg: Config) -> dict[str, float] | None:
     """Seconds by part at REFERENCE speed; None for backbones and environments that were not measured."""
     import dreamgym
     if cfg.policy_model.name != "tiny" or cfg.mexp_model.name != "tiny" or cfg.mexp.endpoint or (
-            cfg.mexp.teacher != "rules"):
+            cfg.mexp.teacher != "rules") or cfg.env.name != "webshop":
         return None
     stages, processes = dreamgym.RL_STAGES[cfg.run.method], cfg.run.processes
 

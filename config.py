@@ -486,7 +486,7 @@ def _override_layer(overrides: Sequence[str]) -> Layer:
     layer: Layer = {}
     for text in overrides:
         key, equals, raw = (part.strip() for part in text.partition("="))
-        place = f"--set {_clean(text)}"
+        place = f"--set {_clean(re.sub('//[^/@]*@', '//..@', text))}"                    # no password in a log
         if not equals or not key:
             raise UserError(f"{place}: write it as key=value, for example rl.lr=1e-5")
         if key in _SECTIONS:

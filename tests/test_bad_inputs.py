@@ -88,7 +88,7 @@ SETTINGS = [
     ("rl.algorithm=grop", "did you mean grpo?"), ("rl.group_size=1", "at least 2"), ("rl.minibatches=3", "do not divide"),
     ("rl.kl_estimator=k1", "gradient of zero"), ("rl.kl_in=none", "has no effect"), ("rl.micro_tokens=32", "cannot hold"),
     ("run.processes=3", "cannot be shared"), ("run.seed=-1", "at least 0"), ("run.seed=4294967296", "less than"),
-    ("run.tracker=mlflow", "one of none, tensorboard, wandb"), ("run.out=", "run.out"), ("run.out=' '", "no usable text"),
+    ("run.tracker=mlflow", "one of none, tensorboard, wandb"), ("run.out=' '", "no usable text"),
     ("run.out='\x00'", "no usable text"), ("run.out='a\nb'", "no usable text"), ("run.out=" + "x" * 1001, "no usable text"),
     ("run.out=" + "x" * 999, "file name too long"), ("env.name=webshp", "did you mean webshop?"),
     ("env.data=/no/such/folder", "no such folder"), ("env.human_goals=true", "name their folder"),
@@ -96,9 +96,9 @@ SETTINGS = [
     ("collect.noisy=-1", "at least 0"), ("policy_model.tiny.heads=5", "head size"), ("policy_model.quant=nf4", "tiny model"),
     ("policy_model.lora_rank=8", "trained in full"), ("policy_model.device=gpu", "no usable text"),
     ("policy_model.device=cuda:99", "GPUs are visible"), ("policy_model.dtype=int8", "one of auto"),
-    ("mexp.endpoint=http://u:secret@host", "teacher"), ("mexp.gate_false_success=2", "at most 1"),
+    ("mexp.endpoint=http://u:secret@host", "hold no user"), ("mexp.gate_false_success=2", "at most 1"),
     ("eval.validation_tasks=0", "0 tasks to validate"), (HOSTILE + "=1", "unknown key"), ("rl.lr=" + HOSTILE, "number"),
-    ("retrieval.encoder=/no/model", "sentence-transformers"), ("env.train_tasks=1", "task"),
+    ("retrieval.encoder=/no/model", "sentence-transformers"), ("env.train_tasks=1", "1 training tasks are fewer"),
 ]
 
 
