@@ -429,8 +429,8 @@ def estimate(cfg: Config) -> str:
     """The expected time of a whole run, for its start; half a second of calibration."""
     parts = expected(cfg)
     if parts is None:
-        return ("expected time: only known for the tiny models on webshop, without servers; the progress lines tell after the "
-                "first steps")
+        return ("expected time: only known for the tiny models on webshop, without servers; the progress lines tell after "
+                "the first steps")
     slower = REFERENCE / speed(cfg.run.processes)
     parts = {name: seconds * slower for name, seconds in parts.items()}
     total = sum(parts.values())

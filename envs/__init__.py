@@ -53,6 +53,9 @@ class Grammar(Protocol):
     The experience model, the policy and the curriculum work on these alone, so a dream can never look at
     the real environment.  ``state`` is always the abstract rendering, ``task`` the task's text.
 
+    Where some things are hidden, a grammar also has ``reveals(state, action)``: does the step show what no model can
+    know?  and ``move(state, action)``: what the step does, in a word or two, for tables.
+
     ``verdict_words``: the words of a trace that carry a verdict or the place of a look-up; they weigh more in training.
     """
     verdict_words: frozenset[str]
