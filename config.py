@@ -72,7 +72,7 @@ class CollectSection(Section):
     noisy: Count = 1050
     mediocre: Count = 250
     random: Count = 100
-    curious: Count = 240
+    curious: Count = 360
 
 
 class TinySection(Section):

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -614,6 +615,7 @@ NOISY_MIX = (53, 37, 10)    # of 100 actions of the noisy expert: by the expert,
 RANDOM_MISFITS = 0.3                 # share of random clicks on what the page need not offer
 MEDIOCRE_FORGETS = 0.31     # probability, per option, to buy without it
 CURIOUS_PAGES = 3           # results pages of a search that the curious look through
+CURIOUS_TIMES = 2           # visits of each page: a memory is learned from two episodes that saw the same
 
 
 def _query(grammar: WebShopGrammar, task: str) -> str:
@@ -682,17 +684,21 @@ def _random(grammar: WebShopGrammar, task: str, state: str, history: list[str], 
 
 
 def _curious(grammar: WebShopGrammar, task: str, state: str, history: list[str], rng: random.Random,
-             taken: set[str]) -> str:
+             taken: Counter[str]) -> str:
     page = parse(state)
-    links = {"item": ["click features", "click description"],
-             "results": ["click next"] if page.number < CURIOUS_PAGES else []}
-    fresh = [link for link in links.get(page.kind, []) if grammar.key(state, link) not in taken]
-    fresh += [f"click {number}" for number, item in enumerate(page.items, 1) if item.title not in taken]
-    if page.kind == "item" and not fresh:
-        taken.add(page.title)                                  # nothing is left to be seen of it
+    times = {}                                                 # link -> how often it was taken, of those worth it
+    if page.kind == "item":
+        links = {link: taken[grammar.key(state, link)] for link in ("click features", "click description")}
+        times = {link: n for link, n in links.items() if n <= taken[page.title]}       # each once in every visit
+        taken[page.title] += not times
+    elif page.kind == "results":
+        times = {f"click {number}": taken[item.title] for number, item in enumerate(page.items, 1)}
+        if page.items and page.number < CURIOUS_PAGES:
+            times = {"click next": taken[grammar.key(state, "click next")]} | times
+    times = {link: n for link, n in times.items() if n < CURIOUS_TIMES}
     ways_out = {"home": _query(grammar, task), "results": "click next" if page.items else "click back"}
-    action = fresh[0] if fresh else ways_out.get(page.kind, "click prev")
-    taken.add(grammar.key(state, action))
+    action = min(times, key=times.get) if times else ways_out.get(page.kind, "click prev")
+    taken[grammar.key(state, action)] += 1
     return action
 
 
@@ -705,9 +711,9 @@ def policy(name: str, grammar: WebShopGrammar) -> Policy:
     ``expert`` compares the hits with the task, opens the best, and goes back where a page does not fit; ``noisy``
     mixes the other three; ``mediocre`` buys what it opens first and forgets options; ``random`` clicks anything, now
     and then what the page does not offer, so that the data show what happens then.  ``curious`` buys nothing: it takes
-    the links that it has never taken before, in earlier episodes neither (further results, products, their sub pages).
+    the links that it took least often, in earlier episodes too (further results, products, their sub pages).
     Raises ValueError on an unknown name.
     """
     if name not in POLICIES:
         raise ValueError(f"unknown scripted policy {name!r}; known: {', '.join(POLICIES)}")
-    return partial(POLICIES[name], grammar, **({"taken": set()} if name == "curious" else {}))
+    return partial(POLICIES[name], grammar, **({"taken": Counter()} if name == "curious" else {}))
