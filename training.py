@@ -41,12 +41,13 @@ class Micro:
 
 def pack(lengths: Sequence[int], micro_tokens: int) -> list[list[int]]:
     """Indices of sequences, longest first, in packs of at most ``micro_tokens`` tokens with padding and at most
-    10 % of it; a sequence that is longer, or fits no other, is a pack of its own, none is ever sliced."""
+    10 % of it (besides rounding); a sequence that is longer, or fits no other, is a pack of its own, none is ever
+    sliced."""
     packs: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if packs:
             padded = (len(packs[-1]) + 1) * llm.round_up(lengths[packs[-1][0]], LENGTHS)
-            used = sum(lengths[j] for j in packs[-1]) + lengths[i]
+            used = sum(llm.round_up(lengths[j], LENGTHS) for j in [*packs[-1], i])         # equal rows always fit
             if padded <= micro_tokens and used >= (1 - MAX_PADDING) * padded:
                 packs[-1].append(i)
                 continue

@@ -122,8 +122,9 @@ def episode(group, outcome, turns=1, invalid=(), task=None, truncated=False):
     return Episode(task or Task("t", "text", "train"), group, made, not truncated, truncated, outcome == 1, outcome)
 
 
-def random_rows(policy, lengths=((3, 2), (9, 1), (5, 4), (7, 3), (2, 6)), seed=0, low=2):
-    """Rows with (prompt, action) lengths as given; actions end with EOS; advantages of both signs."""
+def random_rows(policy, lengths=((6, 2), (11, 1), (8, 4), (9, 3), (6, 6)), seed=0, low=2):
+    """Rows with (prompt, action) lengths as given; actions end with EOS; advantages of both signs.  The usual lengths
+    make 5, 3 or 1 forward passes of at most 1, 24 or many tokens."""
     g = torch.Generator().manual_seed(seed)
     high = len(policy.tokenizer)
     draw = lambda n: torch.randint(low, high, (n,), generator=g).tolist()
@@ -412,9 +413,10 @@ def test_packs_hold_every_row_once_with_little_padding():
     packs = training.pack(lengths, micro_tokens=2000)
     assert sorted(i for p in packs for i in p) == list(range(201))
     for p in packs:
-        longest = llm.round_up(max(lengths[i] for i in p), training.LENGTHS)
-        assert len(p) == 1 or len(p) * longest <= 2000
-        assert len(p) == 1 or sum(lengths[i] for i in p) >= 0.9 * len(p) * longest
+        rounded = [llm.round_up(lengths[i], training.LENGTHS) for i in p]
+        assert len(p) == 1 or len(p) * max(rounded) <= 2000
+        assert sum(rounded) >= 0.9 * len(p) * max(rounded)
+    assert training.pack([5] * 4, micro_tokens=2000) == [[0, 1, 2, 3]]
 
 
 def test_padding_stays_under_a_tenth():
@@ -427,7 +429,7 @@ def test_padding_stays_under_a_tenth():
         micros = [micro for step in training.deal(rows, policy, config(minibatches=4), None) for micro in step.micros]
         tokens, cells = sum(m.attention_mask.sum() for m in micros), sum(m.attention_mask.numel() for m in micros)
         assert 1 - tokens / cells < 0.1, count
-        assert len(micros) < count / 3                         # and the passes are large
+        assert len(micros) < count / 2                         # and the passes are not single rows
 
 
 def test_every_row_is_dealt_once():
@@ -463,7 +465,9 @@ def test_update_makes_good_actions_likelier():
 @pytest.mark.parametrize("kl_in", ["none", "loss"])
 def test_micro_batches_change_nothing(kl_in):
     results = []
-    for micro_tokens in (1, 24, 4096):                         # one row each, some, all in one
+    for micro_tokens, passes in ((1, 5), (24, 3), (4096, 1)):
+        (step,) = training.deal(random_rows(tiny_policy()), tiny_policy(), config(micro_tokens=micro_tokens), None)
+        assert len(step.micros) == passes
         cfg = config(micro_tokens=micro_tokens, kl_in=kl_in, kl_coef=0.5, entropy_coef=0.1, **ONE_STEP)
         ref = tiny_policy(seed=1) if kl_in == "loss" else None
         results.append(gradient(random_rows(tiny_policy()), cfg, tiny_policy(), ref))
