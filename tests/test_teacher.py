@@ -383,7 +383,8 @@ def test_annotation_can_be_stopped(tmp_path, monkeypatch):
 
 
 def settings(tmp_path, *more):
-    few = ["collect.expert=2", "collect.mediocre=2", "collect.noisy=2", "collect.random=0", f"run.out={tmp_path / 'run'}"]
+    few = ["collect.expert=2", "collect.mediocre=2", "collect.noisy=2", "collect.random=0", "collect.curious=0",
+           f"run.out={tmp_path / 'run'}"]
     return config.load(CONFIG, "smoke", [*SETTINGS, *few, *more])
 
 
