@@ -164,7 +164,7 @@ def spmd(fn: Callable, count: int, threads: int, args: tuple, first: tuple = ())
         return result
     except RuntimeError:                                       # the others' end shows here as a broken connection
         for p in others:
-            p.join(2)
+            p.join(20)                                         # on a busy machine it takes a while to say why
         _raise(errors, others)
         raise
     finally:
