@@ -170,3 +170,5 @@ def spmd(fn: Callable, count: int, threads: int, args: tuple, first: tuple = ())
     finally:
         _kill(others)
         errors.cancel_join_thread()
+        if dist.is_initialized():                              # after an error: a later call begins anew
+            dist.destroy_process_group()

@@ -45,7 +45,7 @@ def test_tasks(folder, capsys):
 
 def test_validate(folder, capsys, tmp_path):
     assert call("validate", folder / "offline.jsonl") == 0
-    assert "in 16 episodes, all fine" in capsys.readouterr().out
+    assert "in 20 episodes, all fine" in capsys.readouterr().out
     lines = (folder / "offline.jsonl").read_text().splitlines()
     bad = tmp_path / "bad.jsonl"
     bad.write_text("\n".join([lines[0].replace('"reward": 0.0', '"reward": "much"'), *lines[1:3], "{"]) + "\n")
@@ -136,7 +136,7 @@ def test_expected_time_follows_the_sizes(monkeypatch):
     assert "RL in the dream" not in seconds("run.method=bc")
     assert sum(seconds(profile="smoke").values()) < 90
     monkeypatch.setattr(commands, "speed", lambda processes: commands.REFERENCE / 2)
-    assert "not known" in commands.estimate(config.load(small_run.CONFIG, "smollm2")[0])
+    assert "only known for" in commands.estimate(config.load(small_run.CONFIG, "smollm2")[0])
     text = commands.estimate(config.load(small_run.CONFIG, "cpu")[0])
     assert commands.clock(2 * sum(whole.values())) in text
 

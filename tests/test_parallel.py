@@ -55,6 +55,7 @@ def test_jobs_in_turn_are_not_begun_after_an_interruption(tmp_path):
 def test_a_mistake_in_another_process_is_the_message():
     with pytest.raises(UserError, match="the second process says no"):
         parallel.spmd(member, 2, 1, (), ("run",))
+    assert parallel.size() == 1                                # nothing is left of the group
 
 
 def test_helpers_end_with_a_killed_parent(tmp_path):
