@@ -425,7 +425,7 @@ def test_missing_things_are_told_in_one_line(tmp_path, monkeypatch):
 def test_the_whole_method_on_generated_games(tmp_path, monkeypatch, capsys):
     """Two steps of everything: the stages fit together, RL keeps its own limit of turns, results come by task type."""
     monkeypatch.setattr(alfworld, "load", lambda data, seed, train: alfworld_games.load(data, seed, train, 6, 6))
-    few = ["run.processes=1", f"run.out={tmp_path / 'run'}", "env.train_tasks=12", "env.max_steps=4", "rl.max_turns=3",
+    few = ["run.processes=1", f"run.out={tmp_path / 'run'}", "env.train_tasks=60", "env.max_steps=4", "rl.max_turns=3",
            "collect.noisy=6", "collect.mediocre=0", "collect.random=2", "policy.steps=2", "mexp.steps=2", "rl.iterations=1",
            "rl.tasks_per_step=2", "s2r.transitions=0", "eval.tasks=6", "policy_model.max_new_tokens=4",
            "mexp_model.max_new_tokens=4"]
@@ -437,8 +437,8 @@ def test_the_whole_method_on_generated_games(tmp_path, monkeypatch, capsys):
     dreamed = [json.loads(line) for line in open(tmp_path / "run" / "dream.jsonl")]
     assert {t["source"] for t in dreamed} == {"dream"} and max(t["step"] for t in dreamed) <= 2
     assert "exact_known" in json.loads((tmp_path / "run" / "fidelity.json").read_text())
-    ledger = json.loads((tmp_path / "run" / "results.json").read_text())["ledger"]
-    assert ledger["transitions"]["rl"] == ledger["transitions"]["s2r"] == 0 < ledger["transitions"]["offline"]
+    used = json.loads((tmp_path / "run" / "results.json").read_text())["real"]["transitions"]
+    assert used["rl"] == used["s2r"] == 0 < used["offline"]
 
 
 def test_without_the_package_the_run_says_what_to_install(tmp_path, monkeypatch):
