@@ -670,11 +670,12 @@ def describe_differences(old: Config, new: Config) -> list[str]:
             for key in KEYS if key not in FREE_KEYS and before[key] != after[key]]
 
 
-_FULL_OR_FORBIDDEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+_NOT_OURS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}
 
 
 def run_main(main: Callable[[], int | None]) -> int:
-    """Exit code of ``main``: a UserError, a full disk or a missing permission is one line on stderr and code 2."""
+    """Exit code of ``main``: a UserError, a full disk, a missing permission or an endless name is one line on
+    stderr and code 2."""
     try:
         return main() or 0
     except UserError as error:
@@ -683,9 +684,10 @@ def run_main(main: Callable[[], int | None]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except OSError as error:
-        if error.errno not in _FULL_OR_FORBIDDEN:
+        if error.errno not in _NOT_OURS:
             raise
-        message = f"{error.filename or 'output'}: {error.strerror}"
+        message = f"{error.filename or 'output'}: {error.strerror.lower()}"
     message = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(message.split()))
-    print("error: " + (message if len(message) <= 1000 else message[:997] + "..."), file=sys.stderr)
+    shown = message if len(message) <= 1000 else f"{message[:597]}...{message[-400:]}"       # the end says what is wrong
+    print(f"error: {shown}", file=sys.stderr)
     return 2

@@ -83,6 +83,8 @@ def run_config(folder: Path) -> tuple[Config, str]:
     path = folder / "config.yaml"
     if not path.exists():
         raise UserError(f"{folder}: holds no config.yaml, so it is no run folder")
+    if path.stat().st_size and not path.read_bytes().endswith(b"\n"):        # the rest would silently be the defaults
+        raise UserError(f"{path}: cut off in the middle of a line; restore it")
     try:
         return config.load(path)[0], ""
     except UserError as error:                                  # most likely a run from another machine

@@ -128,7 +128,7 @@ def _read_json(path: Path, default: Any) -> Any:
     with _disk(path):
         data = path.read_bytes()
     try:
-        value = json.loads(data)
+        value = json.loads(data.decode())                    # UTF-8 alone, as it was written
         if type(value) is type(default):
             return value
     except (ValueError, RecursionError):

@@ -54,6 +54,6 @@ def make(folder, seed=0, *settings):
         pool = Curriculum(cfg, world.tasks["train"], [], grammar, make_encoder("hash"))
         pool.rng = random.Random(0)
         run.checkpoint("policy", 20, {"step": 10, "weights": lm.weights(), "curve": [], "optimizers": []})
-        run.checkpoint("mexp", 20, {"weights": dreamgym.new_lm(cfg, "mexp", run.folder).weights()})
+        run.checkpoint("mexp", 20, {"step": 20, "weights": dreamgym.new_lm(cfg, "mexp", run.folder).weights(), "curve": []})
         run.checkpoint("dream", 3, {"weights": lm.weights(), "curriculum": pool.state()})
     return run.folder

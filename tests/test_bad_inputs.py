@@ -19,7 +19,6 @@ import pytest
 
 import config
 import dreamgym
-import llm
 import rl_world
 import small_run
 from runs import Lock
@@ -69,10 +68,19 @@ def tree(place: Path) -> dict[str, str]:
             for path in sorted(place.rglob("*")) if path.name not in ("run.json", "lock")}
 
 
-def resume(folder: Path, text: str = "") -> list:
-    """The command that goes on with a run; ``text`` is its configuration where the one in the folder is damaged."""
+@pytest.fixture
+def broken(folder, tmp_path):
+    """A copy of that run, to be damaged."""
+    place = tmp_path / "broken"
+    shutil.copytree(folder, place)
+    (place / "config.yaml").write_text((folder / "config.yaml").read_text().replace(str(folder), str(place)))
+    shutil.copy(place / "config.yaml", tmp_path / "same.yaml")
+    return place
+
+
+def resume(folder: Path) -> list:
+    """The command that goes on with a run."""
     path = folder.parent / "same.yaml"
-    path.write_text(text or (folder / "config.yaml").read_text())
     return ["--config", path, "--set", f"run.out={folder}"]
 
 
@@ -152,7 +160,7 @@ def test_commands(words, message, refused, folder, tmp_path):
     (tmp_path / "c.yaml").write_text(SMALL)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/thesis.tex").write_text("do not touch")
-    llm.tiny_lm(rl_world.word_tokenizer(), 1, 16, 1, 16).export(tmp_path / "weights")
+    rl_world.tiny_policy().export(tmp_path / "weights")
     places = {"YAML": tmp_path / "c.yaml", "OUT": tmp_path / "run", "FILE": tmp_path / "full/thesis.tex",
               "FULL": tmp_path / "full", "RUN": folder, "WEIGHTS": tmp_path / "weights"}
 
@@ -188,12 +196,13 @@ def cut(data: bytes) -> bytes:
                 data[n - 1:n] != b"\n" and data[n:n + 1] != b"\n")
 
 
-KINDS = {"cut": cut, "empty": lambda data: b"", "noise": lambda data: random.Random(1).randbytes(200) + b"\n",
+KINDS = {"cut": cut, "cut in a value": lambda data: data[:data.index(b"capacity: ") + 11], "empty": lambda data: b"", "noise": lambda data: random.Random(1).randbytes(200) + b"\n",
          "another shape": lambda data: b'[{"a": [null]}]\n', "UTF-16": lambda data: data.decode("latin-1").encode("utf-16"),
          "nested": lambda data: b"[" * 100_000 + b"\n"}
 JSON = ("cut", "empty", "noise", "another shape", "UTF-16", "nested")
 DAMAGED = [                                                  # (file, kinds of damage, commands that read it)
     ("config.yaml", ("cut", "empty", "noise", "UTF-16"), ("report", "eval")),
+    ("config.yaml", ("cut in a value",), ("report",)),         # still valid YAML
     ("config.yaml", ("noise",), ("show", "tasks", "play", "resume")),
     ("offline.jsonl", JSON, ("report", "resume")), ("offline.jsonl", ("cut",), ("show", "tasks", "play")),
     ("dream.jsonl", ("noise", "another shape", "nested"), ("report", "show")),
@@ -211,28 +220,21 @@ CASES = [(name, kind, command) for name, kinds, commands in DAMAGED for kind in 
 
 
 @pytest.mark.parametrize("name, kind, command", CASES)
-def test_damaged_run_folders(name, kind, command, refused, folder):
-    path = folder / name
-    whole = path.read_bytes()
-    words = {"report": ["report", folder], "show": ["show", folder, "--episode", "2"], "tasks": ["tasks", folder],
-             "eval": ["eval", folder], "play": ["play", "--dream", folder], "resume": resume(folder)}[command]
-    try:
-        path.write_bytes(KINDS[kind](whole))
-        line = refused(*words, within=[folder])
-    finally:
-        path.write_bytes(whole)
-    assert str(folder / name.partition("/")[0]) in line
+def test_damaged_run_folders(name, kind, command, refused, broken):
+    path = broken / name
+    words = {"report": ["report", broken], "show": ["show", broken, "--episode", "2"], "tasks": ["tasks", broken],
+             "eval": ["eval", broken], "play": ["play", "--dream", broken], "resume": resume(broken)}[command]
+    path.write_bytes(KINDS[kind](path.read_bytes()))
+    assert str(broken / name.partition("/")[0]) in refused(*words)
 
 
-def test_files_that_are_gone_or_of_another_run(refused, folder, tmp_path, monkeypatch):
-    broken = tmp_path / "broken"
-    shutil.copytree(folder, broken)
+def test_files_that_are_gone_or_of_another_run(refused, folder, broken):
     (broken / "offline.jsonl").unlink()
     assert "offline.jsonl" in refused(*resume(broken)) and "offline.jsonl" in refused("tasks", broken)
     shutil.copy(folder / "offline.jsonl", broken)
     shutil.rmtree(broken / "tokenizer")
     assert "tokenizer" in refused("eval", broken)
-    llm.tiny_lm(rl_world.word_tokenizer(), 1, 16, 1, 16).tokenizer.save_pretrained(broken / "tokenizer")
+    rl_world.word_tokenizer().save_pretrained(broken / "tokenizer")
     assert "belong to another model" in refused("eval", broken)
     bare = json.loads((broken / "tokenizer/tokenizer_config.json").read_text())
     (broken / "tokenizer/tokenizer_config.json").write_text(json.dumps(bare | {"pad_token": None}))
@@ -277,8 +279,7 @@ def test_offline_data(name, refused, tmp_path):
 
 # ------------------------------------------------------------------------------------------------ models and packages
 def model_folder(place: Path, damage) -> Path:
-    lm = llm.tiny_lm(rl_world.word_tokenizer(), 1, 16, 1, 16)
-    lm.export(place)
+    rl_world.tiny_policy().export(place)
     damage(place)
     return place
 

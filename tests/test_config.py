@@ -336,6 +336,6 @@ def test_run_main(capsys):
     assert run_main(lambda: fail(UserError("two\nlines"))) == 2
     assert run_main(lambda: fail(OSError(28, "No space left on device", "x"))) == 2
     assert run_main(lambda: fail(KeyboardInterrupt())) == 130
-    assert capsys.readouterr().err == "error: two lines\nerror: x: No space left on device\ninterrupted\n"
+    assert capsys.readouterr().err == "error: two lines\nerror: x: no space left on device\ninterrupted\n"
     with pytest.raises(OSError):
         run_main(lambda: fail(OSError(2, "No such file", "x")))                # a bug of ours keeps its traceback
