@@ -196,7 +196,8 @@ def cut(data: bytes) -> bytes:
                 data[n - 1:n] != b"\n" and data[n:n + 1] != b"\n")
 
 
-KINDS = {"cut": cut, "cut in a value": lambda data: data[:data.index(b"capacity: ") + 11], "empty": lambda data: b"", "noise": lambda data: random.Random(1).randbytes(200) + b"\n",
+KINDS = {"cut": cut, "cut in a value": lambda data: data[:data.index(b"capacity: ") + 11],
+         "empty": lambda data: b"", "noise": lambda data: random.Random(1).randbytes(200) + b"\n",
          "another shape": lambda data: b'[{"a": [null]}]\n', "UTF-16": lambda data: data.decode("latin-1").encode("utf-16"),
          "nested": lambda data: b"[" * 100_000 + b"\n"}
 JSON = ("cut", "empty", "noise", "another shape", "UTF-16", "nested")
