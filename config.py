@@ -102,7 +102,7 @@ class MexpModelSection(ModelSection):
 
 class SftSection(Section):
     """Supervised training, shared by cloning the policy and by the experience model."""
-    steps: Positive = 500
+    steps: Positive = 1000
     batch_tokens: Int = Field(1024, ge=16, le=10**7)
     lr: Rate = 4e-3
     optimizer: Literal["muon", "adamw"] = "muon"
