@@ -682,30 +682,36 @@ class ALFWorldGrammar:
         return " ".join(words)
 
     def consider(self, task: str, state: str, history: Sequence[str] = ()) -> str:
-        """What an agent should look at before it acts, in look-up form: the object (for a pair both, where two are
-        known), the station if the object in hand still needs it, and the goal, each with the first words that follow it
-        in the state (where it is, numbers); a wrong thing in hand; and, if what is wanted next has not been seen, the
-        place at hand if it is closed, and the first place not visited."""
+        """What an agent should look at before it acts, in look-up form, the words as they follow each other in the state;
+        the last look-up is the one that the next step turns on.
+
+        A wrong thing in hand and the place at hand.  Else, with the object in hand: the station that it still needs, or
+        the goal (for a pair: where the first one lies).  Else where the object is, at hand with its place.  Where it, or
+        the lamp, has not been seen: the place at hand if it is closed, or the first place not visited.
+        """
         page, wish = parse(state), parse_task(task)
         condition, station, _ = STATION.get(wish.kind, (None, None, None))
-        held = page.held if page.held and cls(page.held) == wish.obj else None
-        entries = _known_entries(page, wish.obj)[:2 if wish.kind == "two" else 1]
-        words = [w for entry in entries or [[","]] for w in (wish.obj, *entry[:4])]
-        for word in ([station] if held and condition and condition not in page.conditions.get(held, ()) else []) + [
-                wish.recep]:
-            words += [word, *_entry(page, word)[:4]]
-        if page.held and not held:
-            words += ["[hold]", *_items([page.held], page.conditions, "*")[:-1]]
-        wanted = wish.recep if held and wish.kind == "light" else wish.obj
-        known = held if wanted == wish.obj else None
-        if not known and not any(cls(o) == wanted for r, names in page.inside.items() for o in names
-                                 if wish.kind != "two" or cls(r) != wish.recep):
-            closed = [("[by]" if i else "[at]", r) for i, r in enumerate(page.here) if page.status[r] == "closed"]
-            new = sorted((r for r, s in page.status.items() if s == "new" and r not in page.here), key=_order)
-            for head, r in closed[:1] + [("[new]", r) for r in new[:1]]:
-                word, number = r.split(" ")
-                words += [head, word, *(["closed", "@"] if head != "[new]" else ["?"]), number]
-        return " ".join(words)
+        if page.held and cls(page.held) != wish.obj:
+            return " ".join(["[hold]", *_items([page.held], page.conditions, "*")[:-1], *_place_words(page, page.here[0])])
+        places = [r for r, names in page.inside.items() if any(cls(o) == wish.obj for o in names)]
+        placed = [r for r in places if wish.kind == "two" and cls(r) == wish.recep]
+        if page.held:
+            words = _items([page.held], page.conditions, "*")[:-1]
+            if condition and condition not in page.conditions.get(page.held, ()):
+                return " ".join([*words, station, *_entry(page, station)[:4]])
+            if placed and not set(placed) & set(page.here):
+                return " ".join([*words, wish.obj, "|", *min(placed, key=_order).split(" ")])
+            goal = _entry(page, wish.recep)[:4]
+            return " ".join([*words, wish.recep, *goal, *(_search_words(page) if goal == [","] else [])])
+        loose = [r for r in places if r not in placed]
+        at_hand = [r for r in page.here if r in loose]
+        if not loose:
+            return " ".join([wish.obj, ",", *_search_words(page)])
+        r = (at_hand or sorted(loose, key=_order))[0]
+        item = _items([o for o in page.inside[r] if cls(o) == wish.obj], page.conditions, "@")
+        if at_hand:
+            return " ".join([*item[:item.index(",")], *_place_words(page, r)])
+        return " ".join([*item[:item.index("@")], "|", *r.split(" ")])
 
     def counterfactual(self, task: str, state: str, rng: random.Random) -> str | None:
         """Another task for the page that an action has led to: half of the time one that it fulfils, half of the time
@@ -748,11 +754,20 @@ def _entry(page: Page, word: str, held_first: bool = False) -> list[str]:
     return [","]
 
 
-def _known_entries(page: Page, word: str) -> list[list[str]]:
-    """What follows each mention of a class of objects in the state, up to the comma: in hand, in sight, elsewhere."""
-    words = [*(_items([page.held], page.conditions, "*") if page.held else []), *_spot(page), *_elsewhere(page)]
-    starts = [i + 1 for i, w in enumerate(words) if w == word]
-    return [words[i:words.index(",", i)] for i in starts]
+def _place_words(page: Page, r: str) -> list[str]:
+    """A receptacle at the agent's spot as the state begins its entry: ``[at] drawer open @ 3``."""
+    word, number = r.split(" ")
+    status = [] if page.status[r] == "seen" else [page.status[r]]
+    return ["[at]" if r == page.here[0] else "[by]", word, *status, "@", number]
+
+
+def _search_words(page: Page) -> list[str]:
+    """Where something new may be seen next: a closed place at hand, else the first one not visited."""
+    closed = [r for r in page.here if page.status[r] == "closed"]
+    new = sorted((r for r, s in page.status.items() if s == "new" and r not in page.here), key=_order)
+    if closed:
+        return _place_words(page, closed[0])
+    return ["[new]", cls(new[0]), "?", new[0].split(" ")[1]] if new else []
 
 
 def _follows(page: Page, word: str, held_first: bool = False) -> str:
@@ -861,14 +876,14 @@ def _curious(task: str, state: str, rng: random.Random) -> str:
     return f"examine {r}" if r in page.here else f"go to {r}"
 
 
-POLICIES = {"expert": explorer, "noisy": _slipping(0.7), "mediocre": _slipping(0.9), "random": _anything,
+POLICIES = {"expert": explorer, "noisy": _slipping(0.5), "mediocre": _slipping(0.85), "random": _anything,
             "curious": _curious}
 
 
 def policy(name: str):
     """A scripted policy ``(task, state, earlier actions, rng) -> action`` that reads text alone.
 
-    ``expert`` is the explorer; ``noisy`` and ``mediocre`` slip in 70 and 90 % of their steps; ``random`` draws a verb,
+    ``expert`` is the explorer; ``noisy`` and ``mediocre`` slip in 50 and 85 % of their steps; ``random`` draws a verb,
     then a command; ``curious`` looks everywhere.  Raises ValueError on an unknown name.
     """
     if name not in POLICIES:

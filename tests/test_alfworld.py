@@ -165,28 +165,42 @@ def test_judge_trace_and_counterfactuals():
     for other in ("put cool mug , in coffeemachine ,", "put two mug , in coffeemachine ,", "put hot mug , in desk ,"):
         assert GRAMMAR.outcome(other, before, action, after) == (False, False)
     assert GRAMMAR.explain("put hot mug , in desk ,", before, action, after) == "move mug hot no desk ? no"
-    assert GRAMMAR.consider(task, before) == "mug hot * 1 coffeemachine @ 1"
-    with_sink = before + " sinkbasin ? 1 ,"
-    assert GRAMMAR.consider("put clean mug , in desk ,", with_sink) == "mug hot * 1 sinkbasin ? 1 desk ? 1"
-    assert GRAMMAR.consider("put bread , in sinkbasin ,", STATE) == (
-        "bread | cabinet 3 1 sinkbasin ! 1 [hold] apple clean * 1")
-    assert GRAMMAR.consider("look at book , under desklamp ,", STATE) == (
-        "book , desklamp , [hold] apple clean * 1 [by] drawer closed @ 3 [new] drawer ? 1")
-    one_there = "[at] bed @ 1 : [seen] cd | desk 1 2 , [visited] desk ! 1 , [new] drawer ? 1 2 ,"
-    assert GRAMMAR.consider("put two cd , in desk ,", one_there) == "cd | desk 1 2 desk ! 1 [new] drawer ? 1"
-    assert GRAMMAR.consider("put cd , in drawer ,", one_there) == "cd | desk 1 2 drawer ? 1 2"
-    both_known = one_there.replace(": [seen]", ": cd @ 3 , [seen]")
-    assert GRAMMAR.consider("put two cd , in desk ,", both_known) == "cd @ 3 cd | desk 1 2 desk ! 1"
-    two = "[at] shelf @ 1 : cd two @ 1 2 ,"
-    assert GRAMMAR.judge("put two cd , in shelf ,", two)[0] == ("cd", "two", True)
-    lamp = "[at] desk @ 1 : desklamp on @ 1 , [hold] book * 1 ,"
-    assert [met for *_, met in GRAMMAR.judge("look at book , under desklamp ,", lamp)] == [True, True]
-    assert GRAMMAR.explain(task, before, "fly", before) == "nothing"
     rng = random.Random(0)
     made = Counter(GRAMMAR.outcome(t, before, action, after)[1] for _ in range(300)
                    if (t := GRAMMAR.counterfactual("put mug , in desk ,", after, rng)))
     assert 0.3 < made[True] / made.total() < 0.7
     assert GRAMMAR.counterfactual(task, "[room] [new] desk ? 1 ,", rng) is None
+    two = "[at] shelf @ 1 : cd two @ 1 2 ,"
+    assert GRAMMAR.judge("put two cd , in shelf ,", two)[0] == ("cd", "two", True)
+    lamp = "[at] desk @ 1 : desklamp on @ 1 , [hold] book * 1 ,"
+    assert [met for *_, met in GRAMMAR.judge("look at book , under desklamp ,", lamp)] == [True, True]
+    assert GRAMMAR.explain(task, before, "fly", before) == "nothing"
+
+
+@pytest.mark.parametrize("task, state, thought", [
+    ("put hot mug , in coffeemachine ,", "[at] shelf @ 1 : [hold] mug hot * 1 , [new] coffeemachine ? 1 ,",
+     "mug hot * 1 coffeemachine ? 1"),
+    ("put hot mug , in coffeemachine ,", "[at] shelf @ 1 : [hold] mug * 1 , [new] coffeemachine ? 1 , microwave ? 1 ,",
+     "mug * 1 microwave ? 1"),
+    ("put bread , in sinkbasin ,", STATE, "[hold] apple clean * 1 [at] countertop @ 1"),
+    ("put apple , in drawer ,", STATE, "apple clean * 1 drawer closed @ 3"),
+    ("put mug , in drawer ,", STATE.replace("[hold] apple clean * 1 , ", ""), "mug hot two @ 1 2 [at] countertop @ 1"),
+    ("put bread , in desk ,", STATE.replace("[hold] apple clean * 1 , ", ""), "bread | cabinet 3"),
+    ("put pen , in desk ,", STATE.replace("[hold] apple clean * 1 , ", ""), "pen , [by] drawer closed @ 3"),
+    ("put pen , in desk ,", "[at] bed @ 1 : [new] desk ? 1 2 ,", "pen , [new] desk ? 1"),
+    ("put pen , in desk ,", "[at] bed @ 1 : [visited] desk ! 1 ,", "pen ,"),
+    ("look at book , under desklamp ,", "[at] bed @ 1 : [hold] book * 1 , [new] desk ? 1 ,",
+     "book * 1 desklamp , [new] desk ? 1"),
+    ("put two cd , in desk ,", "[at] bed @ 1 : [seen] cd | desk 1 2 , [visited] desk ! 1 , [new] drawer ? 1 2 ,",
+     "cd , [new] drawer ? 1"),
+    ("put cd , in drawer ,", "[at] bed @ 1 : [seen] cd | desk 1 2 , [visited] desk ! 1 , [new] drawer ? 1 2 ,",
+     "cd | desk 1"),
+    ("put two cd , in desk ,", "[at] bed @ 1 : [hold] cd * 1 , [seen] cd | desk 2 2 , [visited] desk ! 1 2 ,",
+     "cd * 1 cd | desk 2"),
+    ("put two cd , in desk ,", "[at] desk @ 2 : cd @ 2 , [hold] cd * 1 , [visited] desk ! 1 ,", "cd * 1 desk @ 2"),
+])
+def test_thoughts_end_with_what_the_next_step_turns_on(task, state, thought):
+    assert parse(state) and GRAMMAR.consider(task, state) == thought
 
 
 def test_which_tasks_a_room_can_carry():
@@ -299,6 +313,7 @@ def test_experts_states_and_grammar_agree_with_the_engine(generated):
         assert GRAMMAR.patch(state, action, edit, memory, past) == after
         assert GRAMMAR.outcome(task.text, state, action, after) == (terminated, terminated)
         edits[edit == after] += 1
+        assert GRAMMAR.consider(task.text, after) and GRAMMAR.explain(task.text, state, action, after)
 
     for split in ("train", "test"):
         for task in env.tasks(split):
