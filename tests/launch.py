@@ -12,7 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 servers = multiprocessing.get_context("forkserver")
-servers.set_forkserver_preload(["dreamgym"])
+servers.set_forkserver_preload(["dreamgym", "torch._dynamo", "transformers.models.llama.modeling_llama",   # seconds each
+                                "transformers.models.auto.modeling_auto", "tqdm"])
 
 
 def die_at(name: str, number: int) -> None:

@@ -221,7 +221,7 @@ def test_interrupted_in_every_stage_it_ends_the_same(finished, tmp_path):
         assert "stopping after this step" in shown and shown.endswith("stopped; the same command goes on from here\n")
         assert not (out / "results.json").exists()
         if stage == "policy":                                  # not after the last step, but where it was
-            assert runs.Checkpoints(out / "checkpoints" / stage, 1).steps()[-1] < 8
+            assert (runs.Checkpoints(out / "checkpoints" / stage, 1).steps() or [0])[-1] < 8
     finish(out)
     assert outcome(out) == outcome(whole)
 
