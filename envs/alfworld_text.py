@@ -876,14 +876,14 @@ def _curious(task: str, state: str, rng: random.Random) -> str:
     return f"examine {r}" if r in page.here else f"go to {r}"
 
 
-POLICIES = {"expert": explorer, "noisy": _slipping(0.5), "mediocre": _slipping(0.85), "random": _anything,
+POLICIES = {"expert": explorer, "noisy": _slipping(0.6), "mediocre": _slipping(0.85), "random": _anything,
             "curious": _curious}
 
 
 def policy(name: str):
     """A scripted policy ``(task, state, earlier actions, rng) -> action`` that reads text alone.
 
-    ``expert`` is the explorer; ``noisy`` and ``mediocre`` slip in 50 and 85 % of their steps; ``random`` draws a verb,
+    ``expert`` is the explorer; ``noisy`` and ``mediocre`` slip in 60 and 85 % of their steps; ``random`` draws a verb,
     then a command; ``curious`` looks everywhere.  Raises ValueError on an unknown name.
     """
     if name not in POLICIES:
