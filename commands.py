@@ -30,7 +30,6 @@ from safetensors.torch import load_file
 import backbones
 import buffer
 import config
-import fidelity
 import formats
 import parallel
 import report
@@ -176,8 +175,7 @@ def measure(cfg: Config, folder: Path, stage: str, split: str, temperature: floa
     found: dict = {}
     for name, t in (("greedy", 0.0), ("sampled", temperature)):
         one = dreamgym.evaluate(policy, fmt, world, tasks, t, cfg, derive_seed(cfg.run.seed, split, name))
-        found[name] = one | {"temperature": t,
-                             "interval": fidelity.wilson(round(one["success"] * one["tasks"]), one["tasks"])}
+        found[name] = one | {"temperature": t}
     return found
 
 
@@ -279,7 +277,7 @@ def dry_run(cfg: Config) -> None:
     """
     import dreamgym
     dreaming = "dream" in dreamgym.RL_STAGES[cfg.run.method]
-    episodes, turns = cfg.rl.tasks_per_step * cfg.rl.group_size, cfg.env.max_steps
+    episodes, turns = cfg.rl.tasks_per_step * cfg.rl.group_size, cfg.rl_turns
     world = open_world(cfg.env)
     counts = dict(cfg.collect)
     print(f"{cfg.env.name}: {', '.join(f'{len(tasks):,} {split} tasks' for split, tasks in world.tasks.items())}\n"
@@ -405,14 +403,15 @@ def expected(cfg: Config) -> dict[str, float] | None:
     parts = {"offline data": SCRIPTED * sum(dict(cfg.collect).values()),
              "supervised training": START + (max(training) if processes > 1 else sum(training))}
     if "dream" in stages:
-        cases = turns * cfg.eval.validation_tasks * sum(dreamgym.GATE_EPISODES.values()) + 2 * dreamgym.GATE_PURCHASES
+        cases = turns * sum(dreamgym.gate_episodes(cfg).values()) + 2 * dreamgym.GATE_PURCHASES
         parts["fidelity"] = JUDGED * mexp * cases
     panel = EVALUATED * policy * turns / processes             # a task
     for stage in stages:
         episodes = (cfg.s2r.tasks_per_step if stage == "s2r" else cfg.rl.tasks_per_step) * cfg.rl.group_size
-        longest, iterations = episodes * cfg.env.max_steps, cfg.rl.iterations
-        if stage == "s2r":                                     # while half of an iteration fits the budget at its longest
-            iterations = max(0, (cfg.s2r.transitions - longest // 2) // (episodes * turns) + 1)
+        iterations = cfg.rl.iterations
+        if stage == "s2r":                                     # while the fewest tasks fit the budget at their longest
+            longest = cfg.s2r_fewest_tasks * cfg.rl.group_size * cfg.rl_turns
+            iterations = max(0, (cfg.s2r.transitions - longest) // (episodes * turns) + 1)
         if not iterations:
             continue
         one = TURN * turns * episodes / processes * ((policy + mexp) / 2 if stage == "dream" else policy)

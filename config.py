@@ -225,6 +225,16 @@ class Config(Section):
     s2r: S2RSection = S2RSection()
     eval: EvalSection = EvalSection()
 
+    @property
+    def rl_turns(self) -> int:
+        """Limit of an episode in RL, dreamed or real [actions]."""
+        return self.rl.max_turns or self.env.max_steps
+
+    @property
+    def s2r_fewest_tasks(self) -> int:
+        """Sim-to-real ends when its budget pays for fewer than these, half an iteration; every process plays as many."""
+        return -(-max(1, self.s2r.tasks_per_step // 2) // self.run.processes) * self.run.processes
+
 
 # Keys that may change between a run and its resumption: they alter no number of the run.
 FREE_KEYS = {"run.out", "run.tracker", "run.keep_checkpoints"}
@@ -242,10 +252,10 @@ def contradictions(c: Config) -> Iterator[tuple[str, str]]:
     if c.s2r.tasks_per_step % c.run.processes:
         yield "s2r.tasks_per_step", (f"{c.s2r.tasks_per_step} tasks cannot be shared equally by run.processes = "
                                      f"{c.run.processes} (a group stays on one process)")
-    half = max(1, c.s2r.tasks_per_step // 2)
-    if 0 < c.s2r.transitions < half * c.rl.group_size * (c.rl.max_turns or c.env.max_steps):
-        yield "s2r.transitions", (f"{c.s2r.transitions} may not pay for half an iteration: {half} tasks x rl.group_size "
-                                  f"{c.rl.group_size} x env.max_steps {c.env.max_steps}; raise it, lower "
+    if 0 < c.s2r.transitions < c.s2r_fewest_tasks * c.rl.group_size * c.rl_turns:
+        limit = "rl.max_turns" if c.rl.max_turns else "env.max_steps"
+        yield "s2r.transitions", (f"{c.s2r.transitions} may not pay for half an iteration: {c.s2r_fewest_tasks} tasks x "
+                                  f"rl.group_size {c.rl.group_size} x {limit} {c.rl_turns}; raise it, lower "
                                   "s2r.tasks_per_step, or set 0 for no sim-to-real")
     if episodes % parts:
         yield "rl.minibatches", (f"rl.tasks_per_step x rl.group_size = {c.rl.tasks_per_step} x {c.rl.group_size} = "

@@ -49,8 +49,7 @@ CURVE_EVERY, SFT_SAVE_EVERY = 20, 200      # optimizer steps between points of t
 EVAL_ROWS = 96                             # episodes side by side in an evaluation
 TOKENIZER_WORDS = 1_200_000                # of training texts are enough for a tokenizer
 KEPT = 12                                  # greedy episodes of every policy that an evaluation keeps in real.jsonl
-GATE_EPISODES = {"expert": 1, "noisy": 2, "mediocre": 2, "random": 0.4}    # real ones, times eval.validation_tasks
-GATE_CURIOUS = 0.2                         # likewise, where there is such a policy
+GATE_EPISODES = {"expert": 1, "noisy": 2, "mediocre": 2, "random": 0.4, "curious": 0.2}     # x eval.validation_tasks
 GATE_PURCHASES = 240                       # of each outcome
 STAGES = ("collect", "policy", "mexp", "fidelity", "dream", "s2r", "real", "eval")
 RL_STAGES = {"dream": ("dream", "s2r"), "real": ("real",), "both": ("dream", "s2r", "real"), "bc": ()}   # by method
@@ -353,7 +352,8 @@ def evaluate(policy: llm.LM, fmt: formats.PolicyFormat, world: World, tasks: Seq
     """Real success on a fixed panel of tasks, each played once; the processes share the tasks.  ``kept`` takes the first
     episodes.
 
-    Returns ``success`` (share), ``tasks``, ``transitions`` and ``outcomes``: task id -> [success, score].
+    Returns ``success`` (share) with its Wilson ``interval``, ``score``, ``tasks``, ``transitions`` and ``outcomes``:
+    task id -> [success, score].
     """
     grammar = world.grammar([])
     used = [0]
@@ -368,14 +368,16 @@ def evaluate(policy: llm.LM, fmt: formats.PolicyFormat, world: World, tasks: Seq
         part = mine[start:start + EVAL_ROWS]
         episodes = rollouts.rollout(policy, rollouts.RealBatch(envs, spend), part, [t.id for t in part], fmt,
                                     grammar.admissible, temperature=temperature, generator=generator,
-                                    **limits(cfg))
+                                    **limits(cfg, cfg.env.max_steps))
         outcomes += [(e.task.id, e.success, e.score) for e in episodes]
         if kept is not None:
             kept += episodes[:KEPT - len(kept)]
     outcomes = parallel.gather(outcomes)
-    return {"success": sum(s for _, s, _ in outcomes) / max(1, len(outcomes)), "tasks": len(outcomes),
+    won = sum(s for _, s, _ in outcomes)
+    return {"success": won / max(1, len(outcomes)), "tasks": len(outcomes),
             "score": sum(s for *_, s in outcomes) / max(1, len(outcomes)),
-            "transitions": sum(parallel.gather(used)), "outcomes": {i: [s, g] for i, s, g in outcomes}}
+            "transitions": sum(parallel.gather(used)), "outcomes": {i: [s, g] for i, s, g in outcomes},
+            "interval": fidelity.wilson(won, len(outcomes))}
 
 
 def spread(tasks: Sequence[Task], count: int) -> list[Task]:
@@ -384,10 +386,10 @@ def spread(tasks: Sequence[Task], count: int) -> list[Task]:
     return [tasks[i * len(tasks) // count] for i in range(count)]
 
 
-def limits(cfg: Config) -> dict[str, int]:
+def limits(cfg: Config, turns: int) -> dict[str, int]:
     """The limits of a rollout: turns, new tokens of an answer, tokens of a prompt."""
     model = cfg.policy_model
-    return {"max_turns": cfg.env.max_steps, "max_new_tokens": model.max_new_tokens,
+    return {"max_turns": turns, "max_new_tokens": model.max_new_tokens,
             "max_prompt_tokens": model.max_prompt_tokens}
 
 
@@ -439,7 +441,7 @@ class RLJob:
         offline = read_transitions(folder / "offline.jsonl")
         self.grammar = training_grammar(self.world, offline)
         self.words = content_words(self.grammar, offline)
-        self.dreaming, self.turns = stage == "dream", cfg.rl.max_turns or cfg.env.max_steps
+        self.dreaming = stage == "dream"
         if self.dreaming:
             self.policy, lm = policy_and_world(cfg, folder, "policy")
         else:
@@ -458,7 +460,7 @@ class RLJob:
         if self.dreaming:
             self.buffer = new_buffer(cfg, self.grammar, self.world, offline)
             self.mexp = new_mexp(cfg, lm, self.grammar, self.buffer)
-            self.batch = DreamEnv(self.mexp, self.turns, cfg.rl.reward_source)
+            self.batch = DreamEnv(self.mexp, cfg.rl_turns, cfg.rl.reward_source)
             if cfg.curriculum.enabled:
                 self.writer = TaskWriter(lm, cfg.curriculum.candidates, cfg.mexp_model.max_new_tokens)
         else:
@@ -484,7 +486,7 @@ class RLJob:
     @property
     def dearest(self) -> int:
         """Transitions of one task's group if every episode runs to its limit."""
-        return self.cfg.rl.group_size * self.turns
+        return self.cfg.rl.group_size * self.cfg.rl_turns
 
     def tasks_per_step(self) -> int:
         """Tasks of the next iteration; in S2R no more than what is left of the budget pays for in the dearest case."""
@@ -497,7 +499,7 @@ class RLJob:
     def finished(self) -> bool:
         if self.stage != "s2r":
             return self.iteration >= self.cfg.rl.iterations
-        return self.tasks_per_step() < max(1, self.cfg.s2r.tasks_per_step // 2)     # groups too few for an update
+        return self.tasks_per_step() < self.cfg.s2r_fewest_tasks                # groups too few for an update
 
     def play(self, tasks: Sequence[Task], iteration: int) -> list[rollouts.Episode]:
         """This process's share of the groups: ``group_size`` episodes of each task, some groups under other names."""
@@ -512,7 +514,7 @@ class RLJob:
                                 [f"{iteration}/{t.id}" for t, _ in mine], self.format,
                                 self.grammar.admissible, temperature=self.cfg.rl.temperature,
                                 generator=self.generator(iteration, "rollout"),
-                                **limits(self.cfg) | {"max_turns": self.turns})
+                                **limits(self.cfg, self.cfg.rl_turns))
 
     def graded(self, episodes: Sequence[rollouts.Episode]) -> dict | None:
         """Statistics of the graded score for the curriculum, if it is to use them."""
@@ -584,14 +586,19 @@ class RLJob:
 
 
 # ------------------------------------------------------------------------------------------------ the whole run
+def gate_episodes(cfg: Config) -> dict[str, int]:
+    """Real episodes on validation tasks that fidelity rests on, by scripted policy; the curious one if it collects."""
+    return {name: int(share * cfg.eval.validation_tasks) for name, share in GATE_EPISODES.items()
+            if name != "curious" or cfg.collect.curious}
+
+
 def measure_fidelity(cfg: Config, run: Run) -> None:
     """Stage ``fidelity``: the experience model on real transitions of validation tasks."""
     world, offline = open_world(cfg.env), read_transitions(run.path("offline.jsonl"))
     grammar = training_grammar(world, offline)
     lm = experience_lm(cfg, run.folder)
     model = new_mexp(cfg, lm, grammar, new_buffer(cfg, grammar, world, offline))
-    shares = GATE_EPISODES | ({"curious": GATE_CURIOUS} if cfg.collect.curious else {})
-    episodes = {name: int(share * cfg.eval.validation_tasks) for name, share in shares.items()}
+    episodes = gate_episodes(cfg)
     held_out = fidelity.held_out_transitions(world, grammar, "validation", episodes, cfg.run.seed, cfg.env.max_steps)
     run.ledger.add("validation", len(held_out), sum(episodes.values()))
     found = fidelity.teacher_forced(model, held_out)
@@ -638,7 +645,6 @@ def final_evaluation(cfg: Config, folder: Path, run: Run | None = None, interrup
                 fmt = formats.PolicyFormat(policy, cfg.policy.history)
             kept: list[rollouts.Episode] = []
             found = evaluate(policy, fmt, world, tasks, temperature, cfg, derive_seed(cfg.run.seed, "test", name), kept)
-            found["interval"] = fidelity.wilson(round(found["success"] * found["tasks"]), found["tasks"])
             if world.kind:
                 kinds = {t.id: world.kind(t) for t in tasks}
                 found["by_kind"] = {kind: fidelity.share([found["outcomes"][i][0] for i in kinds if kinds[i] == kind])
@@ -698,16 +704,16 @@ def results_table(results: dict, run: Run) -> str:
     ledger = run.ledger.transitions
     spent = {"cloned": ledger["offline"], "dream": ledger["offline"], "real": ledger["offline"] + ledger["rl"],
              "s2r": ledger["offline"] + ledger["s2r"]}
-    names = {"cloned": "behaviour cloning", "dream": "RL in the dream", "real": "RL in the real environment",
-             "s2r": "dream, then sim-to-real"}
+
+    def cell(share: float, low: float, high: float) -> str:
+        return f"{100 * share:.1f} [{100 * low:.0f}, {100 * high:.0f}]".rjust(18)
+
+    names = report.POLICIES
     lines = [f"real success on {results['tasks']} held-out test tasks, % [95 % interval]",
              f"{'':28}{'greedy':>18}{'T = ' + format(run.config.eval.temperature, 'g'):>18}{'T = 1':>18}{'real transitions':>18}"]
     for label, found in results["policies"].items():
-        cells = []
-        for one in found.values():
-            low, high = one["interval"]
-            cells.append(f"{100 * one['success']:.1f} [{100 * low:.0f}, {100 * high:.0f}]")
-        lines.append(f"{names[label]:28}" + "".join(f"{c:>18}" for c in cells) + f"{spent[label]:>18,}")
+        cells = "".join(cell(one["success"], *one["interval"]) for one in found.values())
+        lines.append(f"{names[label]:28}{cells}{spent[label]:>18,}")
     lines += [f"{name:28}{100 * rate:>13.1f}" for name, rate in results["rules"].items()]
     kinds = [(names[label], one["by_kind"]) for label, found in results["policies"].items()
              if "by_kind" in (one := found["sampled"])]
@@ -715,8 +721,8 @@ def results_table(results: dict, run: Run) -> str:
         heads = [f"{kind} ({one['n']})" for kind, one in kinds[0][1].items()]
         lines += ["", f"by task type, T = {run.config.eval.temperature:g}".ljust(28) + "".join(f"{h:>18}" for h in heads)]
     for name, by_kind in kinds:
-        cells = [f"{100 * one['value']:.1f} [{100 * one['low']:.0f}, {100 * one['high']:.0f}]" for one in by_kind.values()]
-        lines.append(f"{name:28}" + "".join(f"{c:>18}" for c in cells))
+        cells = "".join(cell(one["value"], one["low"], one["high"]) for one in by_kind.values())
+        lines.append(f"{name:28}{cells}")
     return "\n".join(lines)
 
 

@@ -463,7 +463,7 @@ def main() -> int:
     generator = torch.Generator(policy.device).manual_seed(derive_seed(cfg.run.seed, "fidelity", stage))
     found = measure(policy, fmt, DreamEnv(model, cfg.env.max_steps, cfg.rl.reward_source), world,
                     world.tasks[args.split][:args.tasks], transitions, temperature=temperature, generator=generator,
-                    **dreamgym.limits(cfg))
+                    **dreamgym.limits(cfg, cfg.env.max_steps))
     found["real_transitions"] += len(transitions)
     found["real_episodes"] += args.episodes * len(dict(cfg.collect))
     about = {"policy": stage, "split": args.split, "temperature": temperature, "reward_source": cfg.rl.reward_source}

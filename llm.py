@@ -508,7 +508,7 @@ def optimizers(model: nn.Module, kind: str, lr: float, weight_decay: float = 0.0
 
 def orthogonalized(g: Tensor, steps: int = 5) -> Tensor:
     """Nearly the orthogonal factor U V^T of each matrix G = U S V^T, by Newton-Schulz iterations: g (N, A, B), A <= B."""
-    a, b, c = 3.4445, -4.7750, 2.0315                          # of Jordan et al.: steepest at 0, ends within about 0.7 .. 1.2
+    a, b, c = 3.4445, -4.7750, 2.0315                          # of Jordan et al.: steepest at 0, ends at about 0.7 .. 1.2
     x = (g / g.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)).to(compute_dtype(g.device))
     for _ in range(steps):
         gram = x @ x.mT

@@ -158,7 +158,6 @@ def spmd(fn: Callable, count: int, threads: int, args: tuple, first: tuple = ())
             p.start()
         _join(0, count, port)
         result = fn(*args, *first)
-        dist.destroy_process_group()
         for p in others:
             p.join()
         return result
@@ -170,5 +169,5 @@ def spmd(fn: Callable, count: int, threads: int, args: tuple, first: tuple = ())
     finally:
         _kill(others)
         errors.cancel_join_thread()
-        if dist.is_initialized():                              # after an error: a later call begins anew
+        if dist.is_initialized():                              # not where joining failed
             dist.destroy_process_group()

@@ -441,10 +441,12 @@ class Tracker:
     @staticmethod
     def require(kind: str) -> None:
         """Raises UserError where its package or key is missing; before a folder is made for the run."""
+        if kind == "none":
+            return
         if kind == "wandb" and not os.environ.get("WANDB_API_KEY") and os.environ.get("WANDB_MODE") != "offline":
             raise UserError("run.tracker: wandb needs WANDB_API_KEY (or WANDB_MODE=offline) in the environment")
         try:
-            importlib.import_module({"tensorboard": "torch.utils.tensorboard", "none": "json"}.get(kind, kind))
+            importlib.import_module("torch.utils.tensorboard" if kind == "tensorboard" else kind)
         except ImportError:
             raise UserError(f"run.tracker: {kind} is not installed: pip install {kind}") from None
 

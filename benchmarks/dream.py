@@ -48,7 +48,7 @@ from buffer import ReplayBuffer, Transition, read_transitions                   
 from config import Config, UserError                                                # noqa: E402
 from envs import World, open_world                                                  # noqa: E402
 from mexp import Codec, ExperienceModel, Query, queries_of                          # noqa: E402
-from runs import Interrupt, Run, derive_seed                                                   # noqa: E402
+from runs import Interrupt, Run, derive_seed                                        # noqa: E402
 
 PARTS = ("retrieval.k=0", "mexp.reasoning=false", "mexp.history=0", "mexp.format=full")     # what ``ablate`` switches
 AS_IT_IS = "as it is"                                          # the variant without a change
@@ -62,8 +62,8 @@ ROWS = 128                                                     # of one call of 
 
 def held_out(cfg: Config, world: World, grammar) -> list[Transition]:
     """The real transitions of validation tasks that the run's own fidelity rests on."""
-    episodes = {name: int(share * cfg.eval.validation_tasks) for name, share in dreamgym.GATE_EPISODES.items()}
-    return fidelity.held_out_transitions(world, grammar, "validation", episodes, cfg.run.seed, cfg.env.max_steps)
+    return fidelity.held_out_transitions(world, grammar, "validation", dreamgym.gate_episodes(cfg), cfg.run.seed,
+                                         cfg.env.max_steps)
 
 
 # ------------------------------------------------------------------------------------------------ speed

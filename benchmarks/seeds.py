@@ -16,7 +16,6 @@ the differences, and which settings the two sets differ in.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -28,10 +27,9 @@ from scipy.stats import t as student
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import config                                                                       # noqa: E402
+import report                                                                       # noqa: E402
 from config import Config, UserError                                                # noqa: E402
 
-NAMES = {"cloned": "behaviour cloning", "dream": "RL in the dream", "s2r": "dream, then sim-to-real",
-         "real": "RL in the real environment"}
 STAGES = {"cloned": (), "dream": ("dream",), "s2r": ("dream", "s2r"), "real": ("real",)}
 COLUMNS = {"greedy": "greedy", "sampled": "T = {t:g}", "t1": "T = 1"}
 FIDELITY = ("exact", "done", "false_success", "false_failure", "unseen_false_success", "unseen_false_failure")
@@ -50,15 +48,11 @@ class Found:
     @classmethod
     def read(cls, folder: Path) -> Found:
         """Raises UserError where the run is not finished."""
-        def content(name: str, default=None):
-            path = folder / name
-            if not path.exists() and default is None:
-                raise UserError(f"{folder}: holds no {name}, so it is no finished run")
-            return json.loads(path.read_text()) if path.exists() else default
-        results = content("results.json")
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        return cls(folder, config.load(folder / "config.yaml")[0], results, content("fidelity.json", {}),
-                   list(map(json.loads, lines)), content("run.json")[-1])
+        if not (folder / "results.json").exists():
+            raise UserError(f"{folder}: holds no results.json, so it is no finished run")
+        data = report.read_run(folder)
+        return cls(folder, data.cfg, data.results, data.fidelity.get("fidelity.json", {}),
+                   [line for lines in data.metrics.values() for line in lines], data.starts[-1])
 
     def success(self, policy: str, column: str) -> float | None:
         """Real success on the test tasks, per cent."""
@@ -112,7 +106,7 @@ def overview(runs: Sequence[Found]) -> None:
     print(describe(runs))
     head("real success, %", [*(name.format(t=runs[0].cfg.eval.temperature) for name in COLUMNS.values()),
                              "transitions in RL", "runs"])
-    for policy, name in NAMES.items():
+    for policy, name in report.POLICIES.items():
         own = [r for r in runs if r.success(policy, "greedy") is not None]
         if not own:
             continue
@@ -140,13 +134,13 @@ def against(first: Sequence[Found], second: Sequence[Found]) -> None:
     changes = sorted({line for a, b in pairs for line in config.describe_differences(a.cfg, b.cfg)})
     print(f"settings, A -> B: {'; '.join(changes) or 'all the same'}; {len(pairs)} pairs")
     rows: dict[str, tuple[int, Callable[[Found], float | None]]] = {}
-    for policy in NAMES:
+    for policy in report.POLICIES:
         for column, label in COLUMNS.items():
-            title = f"{NAMES[policy]}, {label.format(t=pairs[0][0].cfg.eval.temperature)}: real success, %"
+            title = f"{report.POLICIES[policy]}, {label.format(t=pairs[0][0].cfg.eval.temperature)}: real success, %"
             rows[title] = 1, lambda r, policy=policy, column=column: r.success(policy, column)
     for stage in ("dream", "real"):
-        rows[f"{NAMES[stage]}: groups with a signal, %"] = 1, lambda r, stage=stage: r.signal(stage)
-        rows[f"{NAMES[stage]}: transitions"] = 0, lambda r, stage=stage: sum(r.of(stage, "turns")) or None
+        rows[f"{report.POLICIES[stage]}: groups with a signal, %"] = 1, lambda r, stage=stage: r.signal(stage)
+        rows[f"{report.POLICIES[stage]}: transitions"] = 0, lambda r, stage=stage: sum(r.of(stage, "turns")) or None
     head("mean (each seed)", ["A", "B", "A - B, paired"])
     for title, (digits, value) in rows.items():
         both = [(a, b) for a, b in ((value(a), value(b)) for a, b in pairs) if None not in (a, b)]

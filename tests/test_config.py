@@ -135,6 +135,7 @@ CONTRADICTIONS = [
     (["run.processes=1", "rl.group_size=3", "rl.minibatches=4", "rl.tasks_per_step=3"], "rl.tasks_per_step x rl.group_size = 3 x 3 = 9 "
                                                                      "episodes do not divide into"),
     (["run.processes=3"], "rl.tasks_per_step: 16 tasks cannot be shared equally by run.processes = 3"),
+    (["s2r.tasks_per_step=2", "s2r.transitions=100"], "s2r.transitions: 100 may not pay for half an iteration: 2 tasks x"),
     (["s2r.transitions=300"], "s2r.transitions: 300 may not pay for half an iteration: 4 tasks x rl.group_size 8 x env.max"),
     (["run.processes=16", "rl.minibatches=16", "s2r.tasks_per_step=16"], "16 x 8 = 128 episodes do not divide into rl.minibatches x "
                                                 "run.processes = 16 x 16 = 256 parts"),
