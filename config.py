@@ -607,13 +607,8 @@ def cuda_memory() -> list[float]:
     return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
 
 
-def load(path: str | os.PathLike, profile: str | None = None, overrides: Sequence[str] = ()) -> tuple[Config, str]:
-    """Reads, merges (defaults < profile < overrides) and checks a configuration.
-
-    Returns (configuration, line that says which profile was taken and why).  ``run.out`` is always filled in.
-    Raises UserError, one line with file, line and key.
-    """
-    path = Path(path)
+def _layers(path: Path) -> tuple[Layer, dict[str, Layer]]:
+    """(defaults, profiles by name) of a file."""
     parts: dict[str, yaml.Node] = {}
     for name, node, place in _pairs(_compose(_read_text(path), path), path, "the file"):
         if name not in ("defaults", "profiles"):
@@ -628,6 +623,16 @@ def load(path: str | os.PathLike, profile: str | None = None, overrides: Sequenc
     if "profiles" in parts:
         for name, node, _ in _pairs(parts["profiles"], path, "profiles"):
             profiles[name] = _layer(node, path, f"profile {_clean(name)}")
+    return defaults, profiles
+
+
+def load(path: str | os.PathLike, profile: str | None = None, overrides: Sequence[str] = ()) -> tuple[Config, str]:
+    """Reads, merges (defaults < profile < overrides) and checks a configuration.
+
+    Returns (configuration, line that says which profile was taken and why).  ``run.out`` is always filled in.
+    Raises UserError, one line with file, line and key.
+    """
+    defaults, profiles = _layers(Path(path))
     changes = _override_layer(overrides)
     if profile is not None and profile not in profiles:
         near = difflib.get_close_matches(profile, profiles, 1, 0.4)
@@ -671,6 +676,19 @@ def flatten(config: Config) -> dict[str, Any]:
 def to_yaml(config: Config) -> str:
     """A file that ``load`` reads back to the same configuration."""
     return yaml.safe_dump({"defaults": config.model_dump()}, sort_keys=False, allow_unicode=True)
+
+
+def load_run(folder: str | os.PathLike, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a run folder, as ``to_yaml`` wrote it; ``overrides`` as for ``load``.
+
+    Raises UserError, also where the end of the file is missing: what is left of it is valid YAML, and the values that
+    are gone would silently be the defaults.
+    """
+    path = Path(folder) / "config.yaml"
+    last = list(KEYS)[-1]                      # the only one asked for: runs of an older version lack newer keys
+    if last not in _layers(path)[0] or not _read_text(path).endswith("\n"):
+        raise UserError(f"{path}: cut off before or in its last value, {last}; restore it")
+    return load(path, None, overrides)[0]
 
 
 def describe_differences(old: Config, new: Config) -> list[str]:

@@ -126,11 +126,10 @@ def keep_account(run: Run | None, server: Endpoint) -> str:
     counts = parallel.gather([server.take_counts()])
     if not run:
         return ""
-    path = run.path("server.json")
-    total = json.loads(path.read_text()) if path.exists() else {}
+    total = report.read_account(run.folder)
     for name in counts[0]:
         total[name] = total.get(name, 0) + sum(part[name] for part in counts)
-    write_whole(path, json.dumps(total, indent=1) + "\n")
+    write_whole(run.path("server.json"), json.dumps(total, indent=1) + "\n")
     return f"server {server.base}, all in all: " + ", ".join(
         f"{n:.4f} cost" if name == "cost" else f"{n:,} {name.replace('_', ' ')}" for name, n in total.items())
 
@@ -672,6 +671,7 @@ def run_all(cfg: Config, reason: str, args: argparse.Namespace) -> None:
     if not (Path(cfg.run.out).expanduser() / "config.yaml").exists():
         commands.preflight(cfg)
     with Interrupt() as interrupt, Run.open(cfg, reason, sys.argv, STAGES, restart=args.restart) as run:
+        report.read_account(run.folder)                        # refused before anything more is paid for
         print(f"run folder {run.folder}; {reason}")
         print(commands.estimate(cfg))
         torch.set_num_threads(cfg.run.threads)

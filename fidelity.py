@@ -444,7 +444,7 @@ def main() -> int:
     p.add_argument("--episodes", type=int, default=80, help="episodes of each scripted policy (default: 80)")
     p.add_argument("--temperature", type=float, help="of the policy (default: eval.temperature of the run)")
     args = p.parse_args()
-    cfg, _ = config.load(args.folder / "config.yaml")
+    cfg = config.load_run(args.folder)
     finished = [stage for stage in stages if Run.newest(args.folder, stage)[1]]
     if not (cfg.mexp.endpoint or Run.newest(args.folder, "mexp")[1]) or not finished or args.after not in (None, *finished):
         raise UserError(f"{args.folder}: no checkpoint of the experience model or of the policy asked for; policies: "

@@ -80,16 +80,13 @@ def run_config(folder: Path) -> tuple[Config, str]:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name the folder of a run, for example runs/webshop-cpu-s0")
-    path = folder / "config.yaml"
-    if not path.exists():
+    if not (folder / "config.yaml").exists():
         raise UserError(f"{folder}: holds no config.yaml, so it is no run folder")
-    if path.stat().st_size and not path.read_bytes().endswith(b"\n"):        # the rest would silently be the defaults
-        raise UserError(f"{path}: cut off in the middle of a line; restore it")
     try:
-        return config.load(path)[0], ""
+        return config.load_run(folder), ""
     except UserError as error:                                  # most likely a run from another machine
         try:
-            return config.load(path, None, ["env.data=null", "env.human_goals=false"])[0], str(error)
+            return config.load_run(folder, ["env.data=null", "env.human_goals=false"]), str(error)
         except UserError:
             raise error from None
 
@@ -123,6 +120,7 @@ class Shape(BaseModel):
 
 class Ledgers(Shape):
     transitions: dict[str, int]
+    episodes: dict[str, int]
 
 
 class Success(Shape):
@@ -171,6 +169,10 @@ class Start(Shape):
     commit: str | None
 
 
+class Account(Shape):
+    __pydantic_extra__: dict[str, float]
+
+
 class Line(Shape):
     __pydantic_extra__: dict[str, float | bool | None]
     stage: str
@@ -201,6 +203,11 @@ def read_json(path: Path, shape: Any, default: Any = None) -> Any:
         raise UserError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
     except ValueError as error:
         raise UserError(f"{path}: damaged: {error}; restore the file") from None
+
+
+def read_account(folder: Path) -> dict[str, float]:
+    """What a run has asked of its server so far (``dreamgym.keep_account``).  Raises UserError for a damaged file."""
+    return read_json(Path(folder) / "server.json", Account, {})
 
 
 def read_run(folder: Path) -> RunData:
@@ -271,7 +278,7 @@ def curve(label: str, group: Sequence[RunData], stage: str, metric: str, tasks: 
 
 
 # ------------------------------------------------------------------------------------------------ SVG
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 220, 42, 10, 10, 30
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 220, 42, 18, 10, 30
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -373,7 +380,8 @@ def results_table(groups: Sequence[tuple[str, list[RunData]]]) -> str:
     if not rows:
         return "<p class=quiet>No run has finished its evaluation yet.</p>"
     temperature = groups[0][1][0].cfg.eval.temperature
-    return table(["policy", "greedy", f"T = {temperature:g}", "T = 1", "seeds", "runs"], rows)
+    return table(["policy", "greedy", f"T = {temperature:g}", "T = 1", "seeds", "runs"], rows) + (
+        "<p class=quiet>In brackets 95 % intervals: over seeds (t), at least that over the tasks (Wilson).</p>")
 
 
 def fidelity_table(runs: Sequence[RunData]) -> str:
@@ -398,11 +406,14 @@ def fidelity_table(runs: Sequence[RunData]) -> str:
 
 
 def ledger_table(runs: Sequence[RunData]) -> str:
-    rows = [[f"{purpose}{' (trains)' if purpose in Ledger.TRAINING else ''}",
-             *(f"{run.ledger['transitions'].get(purpose, 0):,}" for run in runs)] for purpose in Ledger.PURPOSES]
-    total = [sum(run.ledger["transitions"].get(p, 0) for p in Ledger.TRAINING) for run in runs]
-    rows.append(["training in all", *(f"{n:,}" for n in total)])
-    return table(["real transitions", *(run.name for run in runs)], rows)
+    def cell(run: RunData, *purposes: str) -> str:
+        transitions, episodes = (sum(run.ledger[what].get(p, 0) for p in purposes) for what in ("transitions", "episodes"))
+        return f"{transitions:,} ({episodes:,})"
+
+    rows = [[f"{purpose}{' (trains)' if purpose in Ledger.TRAINING else ''}", *(cell(run, purpose) for run in runs)]
+            for purpose in Ledger.PURPOSES]
+    rows.append(["training in all", *(cell(run, *Ledger.TRAINING) for run in runs)])
+    return table(["real transitions (episodes)", *(run.name for run in runs)], rows)
 
 
 # ------------------------------------------------------------------------------------------------ episodes
@@ -600,8 +611,9 @@ body { margin: 0 auto; max-width: 1180px; padding: 16px; font: 16px/1.5 system-u
 h1 { font-size: 1.5rem; margin: .2em 0 } h2 { font-size: 1.2rem; margin: 2em 0 .5em } h3 { font-size: 1rem; margin: 0 }
 p { max-width: 75ch } .quiet { color: var(--soft) } .wide { overflow-x: auto }
 .grid2 { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 340px), 1fr)); gap: 16px }
-figure { margin: 0; padding: 12px; background: var(--panel); border-radius: 8px; min-width: 0 }
-svg { display: block; width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: var(--soft) }
+figure { margin: 0; padding: 12px; background: var(--panel); border-radius: 8px; min-width: 0; display: flex;
+  flex-direction: column }
+svg { display: block; width: 100%; height: auto; margin-top: auto; font: 11px system-ui, sans-serif; fill: var(--soft) }
 .legend { display: flex; flex-wrap: wrap; gap: 0 14px; font-size: .85rem; color: var(--soft) }
 .key { display: inline-block; width: 14px; height: 3px; margin-right: 5px; vertical-align: middle;
   background: var(--c) }
@@ -611,6 +623,7 @@ svg { display: block; width: 100%; height: auto; font: 11px system-ui, sans-seri
 .c5 { --c: var(--c5) }
 table { border-collapse: collapse; font-size: .9rem } th, td { padding: 4px 12px 4px 0; text-align: right;
   border-bottom: 1px solid var(--rule); font-variant-numeric: tabular-nums; white-space: nowrap }
+@media (max-width: 600px) { td { white-space: normal } }
 th { font-weight: 600 } th:first-child { text-align: left; white-space: normal; min-width: 9rem }
 pre { overflow-x: auto; background: var(--panel); padding: 12px; border-radius: 8px; font-size: .85rem }
 summary { cursor: pointer; padding: 8px 0 }
@@ -721,7 +734,6 @@ def page(runs: Sequence[RunData]) -> str:
 <h1>DreamGym report</h1>
 <p>{escape("; ".join(describe(run) for run in runs))}</p>
 <h2>Real success on held-out test tasks</h2>{results_table(groups)}
-<p class=quiet>In brackets 95 % intervals: over seeds (t), at least that over the tasks (Wilson).</p>
 <h2>Training</h2><p class=quiet>Bands are 95 % intervals: over seeds (t) where there are several; for shares of
 validation tasks at least that over these tasks (Wilson). Curves end where the shortest run of a method ends.</p>
 <div class=grid2>{"".join(success + curves)}</div>

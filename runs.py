@@ -602,7 +602,7 @@ class Run:
         lock = Lock(folder)
         try:
             if (folder / "config.yaml").exists():
-                old, _ = configuration.load(folder / "config.yaml")
+                old = configuration.load_run(folder)
                 if differences := configuration.describe_differences(old, config):
                     more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
                     raise UserError(f"{folder}: holds a run of another configuration: {'; '.join(differences[:5])}"

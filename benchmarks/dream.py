@@ -223,7 +223,7 @@ def retrieval(cfg: Config, args: argparse.Namespace) -> None:
 def variant(source: Path, name: str, changes: Sequence[str]) -> Config:
     """The run's configuration with ``changes``, to be trained in the folder ``name`` below the run."""
     out = source / "variants" / name.replace("/", "_")
-    return config.load(source / "config.yaml", overrides=[*changes, "run.processes=1", f"run.out={out}"])[0]
+    return config.load_run(source, [*changes, "run.processes=1", f"run.out={out}"])
 
 
 def open_variant(cfg: Config, source: Path) -> Run:

@@ -46,6 +46,7 @@ def make(folder, seed=0, *settings):
         share = {"value": 0.02, "low": 0.0, "high": 0.1, "n": 50}
         run.path("fidelity.json").write_text(json.dumps(
             {"false_success": share, "false_failure": share, "fields": {HOSTILE: share}, "exact": share}))
+        run.path("server.json").write_text(json.dumps({"requests": 3, "completion_tokens": 70, "cost": 0.25}, indent=1) + "\n")
         found = {"success": 0.5, "tasks": 3, "interval": [0.1, 0.9]}
         run.write_results({"policies": {"dream": dict.fromkeys(("greedy", "sampled", "t1"), found)}, "tasks": 3,
                            "rules": {"first hit": 0.3}})

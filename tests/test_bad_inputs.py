@@ -14,6 +14,7 @@ import shutil
 import sys
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ import config
 import dreamgym
 import rl_world
 import small_run
+from endpoint import Endpoint
 from runs import Lock
 from test_runs import file_size_limit
 
@@ -197,13 +199,14 @@ def cut(data: bytes) -> bytes:
 
 
 KINDS = {"cut": cut, "cut in a value": lambda data: data[:data.index(b"capacity: ") + 11],
+         "cut at a line end": lambda data: data[:data.rindex(b"\n", 0, -1) + 1],
          "empty": lambda data: b"", "noise": lambda data: random.Random(1).randbytes(200) + b"\n",
-         "another shape": lambda data: b'[{"a": [null]}]\n', "UTF-16": lambda data: data.decode("latin-1").encode("utf-16"),
+         "text for a number": lambda data: b'{"requests": "3"}\n', "another shape": lambda data: b'[{"a": [null]}]\n', "UTF-16": lambda data: data.decode("latin-1").encode("utf-16"),
          "nested": lambda data: b"[" * 100_000 + b"\n"}
 JSON = ("cut", "empty", "noise", "another shape", "UTF-16", "nested")
 DAMAGED = [                                                  # (file, kinds of damage, commands that read it)
     ("config.yaml", ("cut", "empty", "noise", "UTF-16"), ("report", "eval")),
-    ("config.yaml", ("cut in a value",), ("report",)),         # still valid YAML
+    ("config.yaml", ("cut in a value", "cut at a line end"), ("report", "resume")),            # still valid YAML
     ("config.yaml", ("noise",), ("show", "tasks", "play", "resume")),
     ("offline.jsonl", JSON, ("report", "resume")), ("offline.jsonl", ("cut",), ("show", "tasks", "play")),
     ("dream.jsonl", ("noise", "another shape", "nested"), ("report", "show")),
@@ -211,6 +214,7 @@ DAMAGED = [                                                  # (file, kinds of d
     ("results.json", JSON, ("report",)), ("fidelity.json", JSON, ("report",)),
     ("stages.json", JSON, ("resume",)), ("stages.json", ("cut", "another shape"), ("report",)),
     ("run.json", ("cut", "empty", "noise", "nested"), ("resume", "report")),
+    ("server.json", (*JSON, "text for a number"), ("resume",)),
     ("tokenizer/tokenizer.json", ("cut", "empty", "noise", "another shape"), ("eval", "resume")),
     ("tokenizer/tokenizer_config.json", ("cut", "noise"), ("play",)),
     ("checkpoints/dream/00000003.safetensors", ("cut", "empty", "noise", "another shape"), ("eval", "tasks")),
@@ -251,6 +255,17 @@ def test_files_that_are_gone_or_of_another_run(refused, folder, broken):
     assert "metrics.jsonl: shorter" in refused(*resume(broken))
     with closing(Lock(broken)):
         assert f"in use by process {os.getpid()}" in refused(*resume(broken))
+
+
+def test_an_account_damaged_during_a_run_is_not_overwritten(broken):
+    run = SimpleNamespace(folder=broken, path=broken.joinpath)
+    server = Endpoint("http://localhost:1/v1", "m", broken / "cache")
+    dreamgym.keep_account(run, server)
+    assert json.loads((broken / "server.json").read_text())["completion_tokens"] == 70
+    (broken / "server.json").write_text("{")
+    with pytest.raises(config.UserError, match="server.json: damaged"):
+        dreamgym.keep_account(run, server)
+    assert (broken / "server.json").read_text() == "{"
 
 
 # ------------------------------------------------------------------------------------------------ offline data

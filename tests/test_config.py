@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 from pathlib import Path
 
@@ -245,6 +246,22 @@ def test_every_profile_loads_and_survives_a_round_trip(profile, tmp_path):
     (tmp_path / "config.yaml").write_text(config.to_yaml(cfg))
     again, _ = load(tmp_path / "config.yaml")
     assert again == cfg
+
+
+def test_a_run_folder_s_configuration_that_was_cut(tmp_path):
+    """What a cut at the end of a line leaves is valid YAML: it must not be read as a configuration with defaults."""
+    whole = config.to_yaml(Config(rl=config.RLSection(lr=3e-5))).encode()
+    ends = [n for n in range(len(whole)) if whole[:n].endswith(b"\n")]
+    rng = random.Random(0)
+    for n in [0, *rng.sample(ends, 12), ends[-1], len(whole) - 1, *rng.sample(range(len(whole)), 12)]:
+        (tmp_path / "config.yaml").write_bytes(whole[:n])
+        with pytest.raises(UserError, match="config.yaml") as caught:
+            config.load_run(tmp_path)
+        assert n not in ends or "cut off" in str(caught.value) or "mapping" in str(caught.value)
+    (tmp_path / "config.yaml").write_bytes(whole)
+    assert config.load_run(tmp_path, ["run.out=x"]).rl.lr == 3e-5
+    (tmp_path / "config.yaml").write_bytes(whole.replace(b"    dual_clip: 3.0\n", b""))           # older than this key
+    assert config.load_run(tmp_path).rl.dual_clip == 3.0
 
 
 def test_yaml_documents_every_key_once_with_its_source():
