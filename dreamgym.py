@@ -406,7 +406,7 @@ def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, inte
             episodes = job.play(tasks, it)                                           # policy and world take turns
             rows, groups = rl.rows_from(episodes, job.rl)                            # advantages, Eq. 3 (or Eq. 2)
             update = rl.update(job.policy, job.reference, job.optimizer, rows, job.rl, job.value, job.generator(it, "mb"))
-            enriched = job.enrich()                                                  # dreams join the replay buffer
+            enriched = job.enrich(len(episodes))                                     # dreams join the replay buffer
             everything = parallel.gather([e.light() for e in episodes])
             job.curriculum.record(rl.group_stats(everything), job.graded(everything))
             job.curriculum.grow(job.writer, len(tasks))                              # variations, Eq. 6
@@ -519,13 +519,15 @@ class RLJob:
         """Statistics of the graded score for the curriculum, if it is to use them."""
         return graded_stats(episodes) if self.cfg.curriculum.score == "graded" else None
 
-    def enrich(self) -> dict[str, float]:
-        """What was dreamed joins the replay buffer, if it passes the filter; real transitions go to the ledger."""
-        used, self.used = sum(parallel.gather([self.used])), 0
+    def enrich(self, episodes: int) -> dict[str, float]:
+        """What was dreamed joins the replay buffer, if it passes the filter; real transitions go to the ledger, with the
+        number of ``episodes`` that this process played."""
+        used, played = map(sum, zip(*parallel.gather([(self.used, episodes)])))
+        self.used = 0
         self.real += used
         if not self.dreaming:
             if self.run:
-                self.run.ledger.add("s2r" if self.stage == "s2r" else "rl", used)
+                self.run.ledger.add("s2r" if self.stage == "s2r" else "rl", used, played)
             return {"unparsed": 0.0, "buffer_dream": 0, "buffer_rejected": 0.0}
         if isinstance(self.mexp.lm, EndpointLM):
             keep_account(self.run, self.mexp.lm.endpoint)

@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
+import dreamgym
 import runs
 from launch import ROOT, launch
 
@@ -68,13 +70,30 @@ def test_all_stages_end_in_a_table_of_real_success(finished):
     results = json.loads((out / "results.json").read_text())
     assert set(results["policies"]) == {"cloned", "dream", "s2r"}
     assert results["real"]["transitions"]["rl"] == 0                          # the dream used nothing real
-    assert 0 < results["real"]["transitions"]["s2r"] <= 48
+    played = results["real"]["episodes"]
+    assert 0 < played["s2r"] <= results["real"]["transitions"]["s2r"] <= min(48, 4 * played["s2r"])
+    assert played["s2r"] % 4 == 0 and (played["rl"], played["offline"]) == (0, 42)            # groups of 4
     assert "real success on 4 held-out test tasks" in shown and "RL in the dream" in shown
     assert re.search(r"dream: 2/2  success \S+  reward \S+  kl \S+  real_greedy \S+  real_sampled", shown)
     lines = [json.loads(line) for line in (out / "real.jsonl").read_text().splitlines()]
     assert {line["episode"].split("/")[0] for line in lines} == {"eval-cloned", "eval-dream", "eval-s2r"}
     times = [json.loads(line) for line in (out / "times.jsonl").read_text().splitlines()]
     assert [(t["stage"], t["step"]) for t in times[:2]] == [("dream", 1), ("dream", 2)] and times[0]["seconds"] > 0
+
+
+def test_real_episodes_of_all_processes_are_counted(monkeypatch):
+    """Two processes, each with half of the groups, are in the ledger what one is that plays them all."""
+    def enriched(stage, used, episodes):
+        job = dreamgym.RLJob.__new__(dreamgym.RLJob)
+        job.stage, job.dreaming, job.used, job.real = stage, False, used, 0
+        job.run = types.SimpleNamespace(ledger=runs.Ledger())
+        job.enrich(episodes)
+        return job.run.ledger.state(), job.real, job.used
+
+    alone = enriched("s2r", 18, 8), enriched("real", 30, 16)
+    monkeypatch.setattr(dreamgym.parallel, "gather", lambda items: items + items)
+    assert alone == (enriched("s2r", 9, 4), enriched("real", 15, 8))
+    assert alone[1][0]["episodes"]["rl"] == 16 and alone[0][0]["episodes"]["s2r"] == 8
 
 
 def test_models_are_loaded_by_plain_transformers(finished):
