@@ -6,6 +6,7 @@ belongs to the task, the second an end from outside (the step limit).
 """
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterable, Protocol
 
@@ -133,10 +134,14 @@ class World:
     kind: Callable[[Task], str] | None = None
 
 
+_opened: list = []              # the section of the configuration that was opened last, and its world
+
+
 def open_world(cfg) -> World:
-    """The environment that ``cfg`` (section ``env``) names."""
-    if cfg.name == "webshop":
-        from envs import webshop
-        return webshop.open_world(cfg)
-    from envs import alfworld
-    return alfworld.open_world(cfg)
+    """The environment that ``cfg`` (section ``env``) names: the same object as long as it is asked for again, because
+    a world does not change and to read one may take minutes."""
+    if not _opened or _opened[0] != cfg:
+        _opened.clear()                                        # two would need twice the memory
+        module = importlib.import_module(f"envs.{cfg.name}")
+        _opened.extend((cfg, module.open_world(cfg)))
+    return _opened[1]

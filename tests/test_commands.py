@@ -11,8 +11,10 @@ import pytest
 import commands
 import config
 import dreamgym
+import envs.webshop
 import small_run
 from config import UserError
+from runs import Run
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,21 @@ def test_dry_run(capsys, tmp_path):
                  "first prompt of the experience model:\n"):
         assert part in shown
     assert not (tmp_path / "out").exists()
+
+
+def test_the_first_start_opens_the_world_once(monkeypatch, tmp_path):
+    """Its checks and its first stage: official data take minutes."""
+    opened, original = [], envs.webshop.open_world
+    monkeypatch.setattr(envs.webshop, "open_world", lambda cfg: opened.append(cfg) or original(cfg))
+    cfg, reason = config.load(small_run.CONFIG, "smoke", [*small_run.SETTINGS, f"run.out={tmp_path}", "env.max_steps=7"])
+    commands.preflight(cfg)
+    with Run.open(cfg, reason, [], dreamgym.STAGES) as run:
+        run.resume("collect")
+        dreamgym.collect(cfg, run)
+    world = envs.open_world(cfg.env)
+    assert opened == [cfg.env] and world.make().max_steps == 7
+    other = envs.open_world(cfg.env.model_copy(update={"max_steps": 8}))
+    assert len(opened) == 2 and other is not world and other.make().max_steps == 8
 
 
 def test_expected_time_follows_the_sizes(monkeypatch):
