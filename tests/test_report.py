@@ -208,23 +208,32 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_rendered_by_a_browser(html, tmp_path, width):
-    """The script runs, shows an episode of hostile text, and nothing is wider than the screen.  The page is in a frame,
-    because a headless window cannot be as narrow as a phone."""
+    """The script runs without an error, asks for nothing, shows an episode of hostile text with its demonstrations open,
+    and nothing is wider than the screen.  The page is in a frame, because a headless window cannot be as narrow as a
+    phone."""
+    watch = ("<script>const errors = []\n"
+             "for (const kind of ['error', 'unhandledrejection', 'securitypolicyviolation']) addEventListener(kind, "
+             "e => errors.push(kind + ' ' + (e.message || e.blockedURI || e.reason)), true)\n"
+             "for (const kind of ['error', 'warn']) console[kind] = text => errors.push(kind + ' ' + text)</script><style>")
     probe = ("<script>filter.value = ''; list(); picker.value = all.findIndex(e => e.taskId === 'syn-0'); show()\n"
-             "parent.postMessage(JSON.stringify({turns: document.querySelectorAll('.turn').length, "
+             "document.querySelectorAll('details').forEach(d => d.open = true)\n"
+             "parent.postMessage(JSON.stringify({errors, asked: performance.getEntriesByType('resource').map(e => e.name), "
+             "opened: document.querySelectorAll('.turn details .text').length, turns: document.querySelectorAll('.turn').length, "
              "marks: document.querySelectorAll('#view b, #view script').length, title: document.title, "
              "text: view.textContent.includes('<b>bold</b>'), inner: innerWidth, "
              "wide: document.documentElement.scrollWidth}), '*')</script></html>")
-    (tmp_path / "report.html").write_text(html.replace("</html>", probe), encoding="utf-8")
+    page = html.replace("<style>", watch, 1).replace("</html>", probe)
+    (tmp_path / "report.html").write_text(page, encoding="utf-8")
     frame = tmp_path / "frame.html"
     frame.write_text("<body><script>onmessage = e => { document.body.dataset.probe = e.data }</script>"
                      f"<iframe src=report.html width={width} height=844></iframe>")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
              "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}",
              "--window-size=1400,900", "--virtual-time-budget=3000", "--dump-dom"]
     done = subprocess.run([CHROMIUM, *flags, f"file://{frame}"], capture_output=True, text=True, timeout=120)
     found = Tags()
     found.feed(done.stdout)
     seen = json.loads(next(a["data-probe"] for tag, a in found.found if tag == "body"))
+    assert seen["errors"] == seen["asked"] == [] and seen["opened"] >= 2
     assert seen["turns"] >= 2 and seen["marks"] == 0 and seen["text"] and seen["title"].startswith("DreamGym")
     assert seen["inner"] == width and seen["wide"] <= width
