@@ -356,11 +356,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def interval(value: float | None, low: float | None, high: float | None, per_cent: bool = True) -> str:
+    """Breaks only before the bracket."""
     if value is None:
         return "–"
     scale, digits = (100, 1) if per_cent else (1, 3)
-    text = f"{scale * value:.{digits}f}" + (" %" if per_cent else "")
-    return text if low is None else f"{text} [{scale * low:.{digits}f}, {scale * high:.{digits}f}]"
+    text = f"{scale * value:.{digits}f}" + ("\u00a0%" if per_cent else "")
+    return text if low is None else f"{text} [{scale * low:.{digits}f},\u00a0{scale * high:.{digits}f}]"
 
 
 def results_table(groups: Sequence[tuple[str, list[RunData]]]) -> str:
@@ -399,7 +400,7 @@ def fidelity_table(runs: Sequence[RunData]) -> str:
             if any(ones):
                 place = detailed if nested else first if name in ("false_success", "false_failure") else rows
                 place.append([part or label, *(f"{interval(one['value'], one['low'], one['high'], per_cent)}, "
-                                               f"n = {one['n']:,}" if one else "–" for one in ones)])
+                                               f"n\u00a0=\u00a0{one['n']:,}" if one else "–" for one in ones)])
     head = ["", *(name for name, _ in columns)]
     return table(head, first + rows) + ("<details><summary>Next state exact, by move and by field</summary>"
                                         f"{table(head, detailed)}</details>" if detailed else "")
