@@ -69,10 +69,10 @@ def load_backbone(model_cfg, seed: int = 0, micro_tokens: int = 8192, frozen: bo
     """
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     device, folder, origin, config, tokenizer = open_backbone(model_cfg)
-    compute = {"auto": llm.compute_dtype(device), "float32": torch.float32, "bfloat16": torch.bfloat16}[model_cfg.dtype]
+    compute = llm.choose_dtype(model_cfg.dtype, device)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token              # masks come from lengths, so padding may equal EOS
-    attention = pick_attention(device, compute)
+    attention = llm.pick_attention(device, compute)
     full = model_cfg.lora_rank == 0
     parts = memory_estimate(model_cfg, config, micro_tokens=micro_tokens, frozen=frozen)
     use = "no training" if frozen else "full training" if full else f"LoRA of rank {model_cfg.lora_rank}"
@@ -141,14 +141,6 @@ def quiet() -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def pick_attention(device: torch.device, compute: torch.dtype) -> str:
-    """Flash attention where it is installed; on CPUs in bf16 plain matrix products, whose backward pass is faster."""
-    from transformers.utils import is_flash_attn_2_available
-    if device.type == "cpu" and compute == torch.bfloat16:
-        return "eager"
-    return "flash_attention_2" if compute == torch.bfloat16 and is_flash_attn_2_available() else "sdpa"
 
 
 def add_lora(model, model_cfg, compute: torch.dtype, seed: int, adapter: str = "default"):

@@ -96,6 +96,10 @@ class ModelSection(Section):
     tiny: TinySection = TinySection()
 
 
+class PolicyModelSection(ModelSection):
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+
+
 class MexpModelSection(ModelSection):
     max_new_tokens: Int = Field(192, ge=1, le=8192)
 
@@ -114,6 +118,7 @@ class SftSection(Section):
 
 
 class PolicySection(SftSection):
+    steps: Positive = 1500
     heads: Literal["constructed", "random"] = "constructed"
     reasoning: bool = True
     demonstrations: Literal["success", "all"] = "all"
@@ -148,23 +153,23 @@ class RetrievalSection(Section):
 
 class RLSection(Section):
     algorithm: Literal["grpo", "ppo"] = "grpo"
-    iterations: Positive = 20
+    iterations: Positive = 30
     tasks_per_step: Int = Field(16, ge=1, le=65536)
     group_size: Int = Field(8, ge=1, le=1024)
     max_turns: Positive | None = None
     temperature: float = Field(1.0, gt=0, le=5)
-    lr: Rate = 1e-4
-    lr_warmup: Count = 0
+    lr: Rate = 3e-4
+    lr_warmup: Count = 16
     adam_8bit: bool = False
-    adam_eps: float = Field(1e-8, gt=0, le=0.1)
+    adam_eps: float = Field(3e-4, gt=0, le=0.1)
     weight_decay: Share = 0.01
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.2, gt=0, le=10)
     dual_clip: Annotated[float, Field(gt=1, le=1000)] | None = 3.0
-    kl_coef: float = Field(0.003, ge=0, le=10)
+    kl_coef: float = Field(0.01, ge=0, le=10)
     kl_in: Literal["loss", "reward", "none"] = "loss"
     kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] = "k3"
-    entropy_coef: float = Field(0.001, ge=0, le=1)
+    entropy_coef: float = Field(0.0, ge=0, le=1)
     norm_std: bool = True
     epochs: Int = Field(1, ge=1, le=100)
     minibatches: Int = Field(4, ge=1, le=1024)
@@ -200,9 +205,9 @@ class CurriculumSection(Section):
 
 
 class S2RSection(Section):
-    transitions: Count = 1500
+    transitions: Count = 2000
     tasks_per_step: Int = Field(8, ge=1, le=65536)
-    lr: Rate = 1e-4
+    lr: Rate = 3e-4
 
 
 class EvalSection(Section):
@@ -215,7 +220,7 @@ class Config(Section):
     run: RunSection = RunSection()
     env: EnvSection = EnvSection()
     collect: CollectSection = CollectSection()
-    policy_model: ModelSection = ModelSection()
+    policy_model: PolicyModelSection = PolicyModelSection()
     mexp_model: MexpModelSection = MexpModelSection()
     policy: PolicySection = PolicySection()
     mexp: MexpSection = MexpSection()

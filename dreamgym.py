@@ -63,7 +63,8 @@ def new_lm(cfg: Config, role: str, folder: Path) -> llm.LM:
         tokenizer = load_tokenizer(folder / "tokenizer")
         tiny = model.tiny
         return llm.tiny_lm(tokenizer, tiny.layers, tiny.width, tiny.heads, tiny.mlp,
-                           seed=derive_seed(cfg.run.seed, role), constructed=getattr(cfg, role).heads == "constructed")
+                           seed=derive_seed(cfg.run.seed, role), constructed=getattr(cfg, role).heads == "constructed",
+                           device=backbones.pick_device(model.device), dtype=model.dtype)
     return backbones.load_backbone(model, seed=derive_seed(cfg.run.seed, role), micro_tokens=cfg.rl.micro_tokens)
 
 
@@ -405,7 +406,8 @@ def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, inte
             tasks = job.curriculum.sample(job.tasks_per_step())                      # by reward entropy, Eq. 7
             episodes = job.play(tasks, it)                                           # policy and world take turns
             rows, groups = rl.rows_from(episodes, job.rl)                            # advantages, Eq. 3 (or Eq. 2)
-            update = rl.update(job.policy, job.reference, job.optimizer, rows, job.rl, job.value, job.generator(it, "mb"))
+            update = rl.update(job.policy, job.reference, job.optimizer, rows, job.rl, job.value,
+                               job.generator(it, "mb"), kept=1 - groups["constant_groups"])
             enriched = job.enrich(len(episodes))                                     # dreams join the replay buffer
             everything = parallel.gather([e.light() for e in episodes])
             job.curriculum.record(rl.group_stats(everything), job.graded(everything))
@@ -435,7 +437,6 @@ class RLJob:
 
     def __init__(self, cfg: Config, stage: str, folder: Path, run: Run | None):
         self.cfg, self.stage, self.folder, self.run = cfg, stage, folder, run
-        self.rl = cfg.rl.model_copy(update={"lr": cfg.s2r.lr}) if stage == "s2r" else cfg.rl
         self.world = open_world(cfg.env)
         offline = read_transitions(folder / "offline.jsonl")
         self.grammar = training_grammar(self.world, offline)
@@ -447,7 +448,7 @@ class RLJob:
             self.policy = trained_lm(cfg, "policy", folder, "dream" if stage == "s2r" else "policy")
         self.format = formats.PolicyFormat(self.policy, cfg.policy.history)
         self.reference = training.freeze_reference(self.policy) if cfg.rl.kl_in != "none" else None
-        self.optimizer = training.make_optimizer(self.policy, self.rl)
+        self.optimizer = training.make_optimizer(self.policy, cfg.rl)
         self.value = rl.ValueHead(self.policy.model.config.hidden_size, cfg.rl.value_lr,
                                   self.policy.device) if cfg.rl.algorithm == "ppo" else None
         train = self.world.tasks["train"][:cfg.env.train_tasks]
@@ -475,6 +476,15 @@ class RLJob:
         """Randomness from (seed, stage, iteration, purpose, process) alone: a resumed run needs no stored state."""
         return torch.Generator(self.policy.device).manual_seed(
             derive_seed(self.cfg.run.seed, self.stage, *parts, parallel.rank()))
+
+    @property
+    def rl(self) -> config.RLSection:
+        """The settings of this iteration: the learning rate falls linearly to a tenth, as in supervised training."""
+        if self.stage == "s2r":
+            lr, done = self.cfg.s2r.lr, self.real / self.cfg.s2r.transitions
+        else:
+            lr, done = self.cfg.rl.lr, self.iteration / self.iterations
+        return self.cfg.rl.model_copy(update={"lr": lr * (1 - 0.9 * done)})
 
     @property
     def iterations(self) -> int:

@@ -158,6 +158,19 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` | ``float32`` | ``bfloat16`` -> the precision of matrix products."""
+    return compute_dtype(device) if name == "auto" else getattr(torch, name)
+
+
+def pick_attention(device: torch.device, compute: torch.dtype) -> str:
+    """Flash attention where it is installed; on CPUs in bf16 plain matrix products, whose backward pass is faster."""
+    from transformers.utils import is_flash_attn_2_available
+    if device.type == "cpu" and compute == torch.bfloat16:
+        return "eager"
+    return "flash_attention_2" if compute == torch.bfloat16 and is_flash_attn_2_available() else "sdpa"
+
+
 # ------------------------------------------------------------------------------------------------ tiny backbone
 def train_tokenizer(texts: Iterable[str], vocab_size: int, pieces: Sequence[str] = ()):
     """Byte-level BPE over whole words, trained on ``texts``: lossless for any text, about one token a word.
@@ -197,21 +210,23 @@ def load_tokenizer(folder):
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def tiny_lm(tokenizer, layers=4, width=128, heads=4, mlp=384, seed=0, constructed=True, device="cpu") -> LM:
+def tiny_lm(tokenizer, layers=4, width=128, heads=4, mlp=384, seed=0, constructed=True,
+            device: torch.device | str = "cpu", dtype: str = "auto") -> LM:
     """A Llama of about one million parameters from a fixed seed; ``constructed`` gives it copying heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    eager = compute_dtype(torch.device(device)) == torch.bfloat16           # SDPA's bf16 backward pass is slow on CPU
+    device = torch.device(device)
+    compute = choose_dtype(dtype, device)
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=width, intermediate_size=mlp,
                          num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
                          max_position_embeddings=4096, rope_theta=5e5, tie_word_embeddings=True,
                          pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-                         bos_token_id=None, attn_implementation="eager" if eager else "sdpa")
+                         bos_token_id=None, attn_implementation=pick_attention(device, compute))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
         if constructed:
             construct_copy_heads(model)
-    return LM(model.to(device), tokenizer, torch.device(device), spaced=True)
+    return LM(model.to(device), tokenizer, device, spaced=True, compute=compute)
 
 
 @torch.no_grad()

@@ -341,10 +341,13 @@ def assign_advantages(policy: llm.LM, rows: Sequence[Row], micros: list[Micro], 
 
 
 def update(policy: llm.LM, ref: llm.LM | str | None, optimizer: torch.optim.Optimizer, rows: Sequence[Row], cfg,
-           value: ValueHead | None = None, generator: torch.Generator | None = None) -> dict[str, float]:
+           value: ValueHead | None = None, generator: torch.Generator | None = None,
+           kept: float = 1.0) -> dict[str, float]:
     """Improve the policy on the rows that it has just sampled; returns metrics, averaged over action tokens.
 
     ``ref``: what ``training.freeze_reference`` returned.  ``value``: PPO's critic.  ``generator`` deals the rows.
+    ``kept``: the share of the groups that gave rows.  Where few are left, fewer optimizer steps are taken, each as
+    large as ever: small ones are noise, which AdamW takes as seriously as signal.
     Raises UserError for settings that cannot work, out of memory, and three non-finite steps in a row.
     """
     check(policy, ref, cfg, value)
@@ -352,7 +355,7 @@ def update(policy: llm.LM, ref: llm.LM | str | None, optimizer: torch.optim.Opti
     totals = Counter(dict.fromkeys((*SUMS, "grad_norm", "tokens"), 0.0))
     counts = Counter(steps=0, skipped_steps=0, empty_steps=0, stopped_early=0)
     with explain_out_of_memory(less_training_memory("policy_model", cfg.micro_tokens), optimizer):
-        steps = deal(rows, policy, cfg, generator)
+        steps = deal(rows, policy, cfg, generator, max(1, round(cfg.minibatches * kept)))
         micros = [micro for step in steps for micro in step.micros]
         score(policy, ref, micros, cfg)
         metrics = assign_advantages(policy, rows, micros, cfg, value, generator)

@@ -74,16 +74,16 @@ class Step:
     sizes: dict[str, float]
 
 
-def deal(rows: Sequence[Row], policy: llm.LM, cfg, generator) -> list[Step]:
-    """Deal the rows to ``cfg.minibatches`` optimizer steps at random, and each step's rows to forward passes.
+def deal(rows: Sequence[Row], policy: llm.LM, cfg, generator, count: int) -> list[Step]:
+    """Deal the rows to ``count`` optimizer steps at random, and each step's rows to forward passes.
 
     Done once an update: other shapes in later epochs would change low-precision log-probs.
     """
     order = [i for i in torch.randperm(len(rows), generator=generator).tolist() if not (cfg.mask_cut and rows[i].cut)]
     pairs = [(row.prompt_ids, row.action_ids) for row in rows]
     steps = []
-    for m in range(cfg.minibatches):
-        mb = order[m::cfg.minibatches]                         # no remainder is dropped
+    for m in range(count):
+        mb = order[m::count]                         # no remainder is dropped
         packs = pack([len(prompt) + len(action) for prompt, action in (pairs[i] for i in mb)], cfg.micro_tokens)
         sizes = sum_over_ranks({"tokens_of_step": sum(len(pairs[i][1]) for i in mb), "turns_of_step": len(mb),
                                 "episodes_of_step": len({rows[i].episode for i in mb})})

@@ -27,7 +27,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -306,14 +306,16 @@ class WebShopGrammar:
         self.attributes, self.products = list(attributes), [product for product in products if product]
         self.limits = {item for text in texts if not text.startswith("[") for item in task_items(text)
                        if limit_of(item) is not None}
-        # product -> the (option name, value) pairs that its pages and tasks show
+        # product -> the (option name, value) pairs that its pages and tasks show; product -> title -> a page
         self.offers: dict[str, set[tuple[str, str]]] = {product: set() for product in self.products}
+        self.shelf: dict[str, dict[str, Page]] = {product: {} for product in self.products}
         for text in texts:
             if text.startswith("[item]"):
                 page = parse(text)
                 named = f" {page.title.split(' | ')[0]}"
                 for product in self.products:
                     if named.endswith(f" {product}"):
+                        self.shelf[product][page.title] = page
                         self.offers[product] |= {(option_word(o.name), option_word(v)) for o in page.options
                                                  for v in o.values}
             elif not text.startswith("["):
@@ -498,14 +500,18 @@ class WebShopGrammar:
 
     def consider(self, task: str, state: str, history: Sequence[str]) -> str:
         """What an agent should look at before it acts, in look-up form; a function of what it reads, not of what it
-        does.  Item page: each wanted option with what follows it, and the price pair.  Results page: from the first hit
-        after the one opened last, number, price and whether the price is fine, up to the first that is."""
+        does.  Item page: each wanted option with what follows it, the price pair, and whether it can be bought here: all
+        wanted options offered and the price fine.  Results page: from the first hit after the one opened last, number,
+        price and whether the price is fine, up to the first that is."""
         page = parse(state)
         limit = next((item for item in task_items(task) if limit_of(item) is not None), None)
         if page.kind == "item":
             wanted = [item for item in task_items(task) if item == limit or self.option(item, page)]
-            return " ".join(f"{word} {follows}" if word != limit else f"{word} {follows} {'ok' if fine else 'no'}"
-                            for word, follows, fine in self.judge(" , ".join(wanted) + " ,", state)) if wanted else ""
+            checks = self.judge(" , ".join(wanted) + " ,", state) if wanted else []
+            seen = [f"{word} {follows}" if word != limit else f"{word} {follows} {'ok' if fine else 'no'}"
+                    for word, follows, fine in checks]
+            fits = all(fine if word == limit else follows != "," for word, follows, fine in checks)
+            return " ".join([*seen, "fits" if fits else "misses"]) if seen else ""
         words = []
         if page.kind == "results" and limit:
             opened = [int(a.split(" ")[1]) for a in history if re.fullmatch(r"click \d+", a)]
@@ -566,7 +572,8 @@ class WebShopGrammar:
 
     def task_parts(self, task: str, start: str = "[home]") -> tuple[frozenset[str], frozenset[str]]:
         """(action types, items) of a task.  Raises ValueError with one word: ``malformed``; ``product`` (not exactly one
-        known product, at the end of the phrases), ``attribute``, ``option`` or ``price`` (never seen in training).
+        known product, at the end of the phrases), ``attribute``, ``option`` or ``price`` (never seen in training),
+        ``nowhere`` (seen, but on no single page of the product, as far as its pages were seen).
 
         An option counts as seen with a product if some page of that product in training offered it.
         """
@@ -584,6 +591,9 @@ class WebShopGrammar:
             raise ValueError("option")
         if len(limits) > 1 or not set(limits) <= self.limits:
             raise ValueError("price")
+        pages = self.shelf[product].values()
+        if pages and not any(self.met(task, render(_with_choice(page, dict(options)))) for page in pages):
+            raise ValueError("nowhere")
         actions = frozenset({"search", "click", "buy"} | ({"choose"} if options else set()))
         return actions, frozenset(items)
 
@@ -593,6 +603,15 @@ class WebShopGrammar:
         return {word for word in text.split(" ") if word not in STRUCTURE and word not in FUNCTION_WORDS
                 and word not in self.values and word[:1] not in ("[", "<") and re.search(r"[^\W\d]", word)
                 and not re.search(r"\d", word)}
+
+
+def _with_choice(page: Page, wanted: dict[str, str]) -> Page:
+    """The page with the wanted options (name -> value word) chosen where it offers them."""
+    def choose(option: Option) -> Option:
+        value = next((v for v in option.values if option_word(v) == wanted.get(option_word(option.name))), None)
+        return option if value is None else option._replace(chosen=value)
+
+    return replace(page, options=tuple(map(choose, page.options)))
 
 
 def _look_up(phrase: list[str], title: list[str]) -> list[tuple[str, str, bool]]:
@@ -611,7 +630,7 @@ def _look_up(phrase: list[str], title: list[str]) -> list[tuple[str, str, bool]]
 # ----------------------------------------------------------------------------------------------------- policies
 Policy = Callable[[str, str, list[str], random.Random], str]
 EXPERT_TRIES = 3            # products opened before it settles for the one at hand
-NOISY_MIX = (53, 37, 10)    # of 100 actions of the noisy expert: by the expert, the mediocre, the random rule
+NOISY_MIX = (40, 50, 10)    # of 100 actions of the noisy expert: by the expert, the mediocre, the random rule
 RANDOM_MISFITS = 0.3                 # share of random clicks on what the page need not offer
 MEDIOCRE_FORGETS = 0.31     # probability, per option, to buy without it
 CURIOUS_PAGES = 3           # results pages of a search that the curious look through

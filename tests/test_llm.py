@@ -70,6 +70,17 @@ def test_tokenizer_spells_unseen_words_in_its_pieces():
         llm.train_tokenizer(texts, 400, ["abc"])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_precision_is_the_chosen_one(dtype):
+    """Of the training pass and of the copy that samples, whatever the hardware prefers."""
+    lm = llm.tiny_lm(word_tokenizer(WORDS), 1, 16, 2, 16, constructed=False, dtype=dtype)
+    chosen = getattr(torch, dtype)
+    with lm.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == chosen
+    assert next(lm.sampler().parameters()).dtype == chosen
+    assert next(lm.model.parameters()).dtype == torch.float32
+
+
 def test_constructed_heads_copy_before_any_training():
     words = [f"w{i}" for i in range(300)]
     lm = llm.tiny_lm(llm.train_tokenizer([" ".join(words)] * 3, 700), seed=3)

@@ -426,7 +426,7 @@ def test_padding_stays_under_a_tenth():
                                                rng.uniform(20, 250)], [20, 45, 30, 5])[0]))
     for count in (64, 128, 512):
         rows = random_rows(policy, lengths=[(usual(), rng.randint(2, 18)) for _ in range(count)])
-        micros = [micro for step in training.deal(rows, policy, config(minibatches=4), None) for micro in step.micros]
+        micros = [micro for step in training.deal(rows, policy, config(minibatches=4), None, 4) for micro in step.micros]
         tokens, cells = sum(m.attention_mask.sum() for m in micros), sum(m.attention_mask.numel() for m in micros)
         assert 1 - tokens / cells < 0.1, count
         assert len(micros) < count / 2                         # and the passes are not single rows
@@ -435,9 +435,15 @@ def test_padding_stays_under_a_tenth():
 def test_every_row_is_dealt_once():
     policy = tiny_policy()
     rows = random_rows(policy, lengths=[(3, 2)] * 7)
-    steps = training.deal(rows, policy, config(minibatches=3), None)
+    steps = training.deal(rows, policy, config(minibatches=3), None, 3)
     assert sorted(i for step in steps for micro in step.micros for i in micro.rows) == list(range(7))
     assert [step.sizes["turns_of_step"] for step in steps] == [3, 2, 2]
+
+
+@pytest.mark.parametrize("kept, taken", [(1.0, 4), (0.5, 2), (0.3, 1), (0.0, 1)])
+def test_dropped_groups_make_fewer_steps_not_smaller_ones(kept, taken):
+    rows = random_rows(tiny_policy(), lengths=[(3, 2)] * 8)
+    assert rl.update(tiny_policy(), None, sgd(tiny_policy()), rows, config(minibatches=4), kept=kept)["steps"] == taken
 
 
 # ------------------------------------------------------------------------------------------------ update
@@ -466,7 +472,7 @@ def test_update_makes_good_actions_likelier():
 def test_micro_batches_change_nothing(kl_in):
     results = []
     for micro_tokens, passes in ((1, 5), (24, 3), (4096, 1)):
-        (step,) = training.deal(random_rows(tiny_policy()), tiny_policy(), config(micro_tokens=micro_tokens), None)
+        (step,) = training.deal(random_rows(tiny_policy()), tiny_policy(), config(micro_tokens=micro_tokens), None, 1)
         assert len(step.micros) == passes
         cfg = config(micro_tokens=micro_tokens, kl_in=kl_in, kl_coef=0.5, entropy_coef=0.1, **ONE_STEP)
         ref = tiny_policy(seed=1) if kl_in == "loss" else None
@@ -494,7 +500,7 @@ def test_denominators_are_what_they_are_called():
 def test_advantages_reach_their_own_tokens():
     policy, cfg = tiny_policy(), config(micro_tokens=24, minibatches=2)
     rows = random_rows(policy)
-    micros = [micro for step in training.deal(rows, policy, cfg, None) for micro in step.micros]
+    micros = [micro for step in training.deal(rows, policy, cfg, None, 2) for micro in step.micros]
     rl.score(policy, None, micros, cfg)
     rl.assign_advantages(policy, rows, micros, cfg, None, None)
     for micro in micros:

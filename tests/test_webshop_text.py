@@ -270,12 +270,36 @@ def test_grammar_learns_names_from_pages_and_words_from_tasks():
     assert GRAMMAR.products == ["travel headphones", "wool sweater"]
 
 
+def test_a_thought_reads_the_page_and_ends_with_what_it_comes_to():
+    assert GRAMMAR.consider(TASK, ITEM, []) == "red | small | price 60.00 $49.5 ok fits"
+    chosen = ITEM.replace("red | size", "red * size")
+    assert GRAMMAR.consider(TASK, chosen, []) == "red * small | price 60.00 $49.5 ok fits"
+    assert GRAMMAR.consider(TASK.replace("red", "pink"), ITEM, []) == "pink , small | price 60.00 $49.5 ok misses"
+    assert GRAMMAR.consider(TASK.replace("60", "40"), ITEM, []) == "red | small | price 40.00 $49.5 no misses"
+    assert GRAMMAR.consider("wireless , travel headphones ,", ITEM, []) == ""         # nothing to look up
+    assert GRAMMAR.consider(TASK, RESULTS, []) == "1 $49.5 ok"
+    assert GRAMMAR.consider(TASK, RESULTS, ["click 1", "click prev"]) == "1 $49.5 2 $19.5 ok"
+
+
+def test_a_task_must_be_met_by_one_page():
+    """Each wish is known of the product, but no single page meets them all: such a task cannot be solved."""
+    other = ("[item] lunaro travel headphones | wireless | vegan | $19.5 color pink | size small |")
+    grammar = WebShopGrammar([TASK, TASK.replace("60", "20"), "vegan , padded , travel headphones ,", ITEM, other])
+    text = "{} , {} , travel headphones , color {} , size small , price {}.00 ,"
+    actions, items = grammar.task_parts(text.format("wireless", "padded", "blue", 60))
+    assert actions == {"search", "click", "buy", "choose"} and "color blue" in items
+    assert grammar.task_parts(text.format("vegan", "wireless", "pink", 20))
+    for wishes in (("vegan", "padded", "red", 60), ("wireless", "padded", "pink", 60), ("wireless", "padded", "red", 20)):
+        with pytest.raises(ValueError, match="^nowhere$"):
+            grammar.task_parts(text.format(*wishes))
+
+
 # ------------------------------------------------------------------------------------------------------ policies
 def test_scripted_policies_keep_their_distance():
     shop = Shop.invented(0)
     success = {name: scripted_baseline(shop, name, "train", episodes=100)[0] for name in wt.POLICIES}
-    assert success["expert"] > 0.88 and 0.4 < success["noisy"] < 0.7
-    assert 0.12 < success["mediocre"] < 0.4 and success["random"] < 0.05
+    assert success["expert"] > 0.88 and 0.3 < success["noisy"] < 0.6
+    assert 0.12 < success["mediocre"] < 0.35 and success["random"] < 0.05
     with pytest.raises(ValueError, match="noisy"):
         wt.policy("perfect", GRAMMAR)
 
