@@ -783,7 +783,11 @@ class Run:
             shutil.rmtree(temporary, ignore_errors=True)
             try:
                 lm.export(temporary)
-            except SafetensorError as error:                         # its way of saying that the disk is full
+            except OSError:
+                raise
+            except Exception as error:                               # safetensors and tokenizers say so of a full disk
+                if "os error" not in str(error):
+                    raise
                 raise UserError(f"{folder}: cannot be written: {error}") from None
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(temporary, folder)

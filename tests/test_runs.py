@@ -23,6 +23,7 @@ import pytest
 import torch
 
 import config
+import rl_world
 import runs
 from config import Config, UserError
 from runs import Checkpoints, Interrupt, Ledger, Lock, Progress, Run, load_state, save_state
@@ -174,6 +175,22 @@ def test_failing_write_leaves_the_old_file(call, code, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=os.strerror(code).lower()):
         runs.write_whole(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_full_disk_while_a_model_is_exported(tmp_path):
+    """The tokenizers library raises plain Exception then; a model that is there stays."""
+    tokenizer = rl_world.word_tokenizer()
+    with open_run(tmp_path / "r") as run:
+        place = tmp_path / "r/models/policy"
+        run.export("policy", types.SimpleNamespace(export=tokenizer.save_pretrained))
+        before = {path.name: path.read_bytes() for path in place.iterdir()}
+        size = len(before["tokenizer.json"])
+        assert size > 1.5 * len(before["tokenizer_config.json"])
+        with file_size_limit(size - 10), pytest.raises(UserError, match="models/policy: cannot be written: File too large"):
+            run.export("policy", types.SimpleNamespace(export=tokenizer.save_pretrained))
+        assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+        with pytest.raises(ZeroDivisionError):
+            run.export("policy", types.SimpleNamespace(export=lambda _: 1 / 0))
 
 
 def test_full_disk_while_logging_leaves_whole_lines(tmp_path):
