@@ -201,13 +201,13 @@ def eval_command(args: argparse.Namespace) -> int:
                           (cfg, args.folder, stage, args.split, temperature, args.checkpoint))
     path = args.folder / f"eval-{name}-{args.split}-T{temperature:g}.json"
     origin = {"stage": stage, "step": step} if stage else {"checkpoint": str(args.checkpoint)}
-    write_whole(path, json.dumps(origin | {"split": args.split} | found, indent=1) + "\n")
     tasks, spent = found["greedy"]["tasks"], sum(one["transitions"] for one in found.values())
     print(f"{what} on {tasks} {args.split} tasks of the real environment")
     for name, one in found.items():
         low, high = one["interval"]
         print(f"  {name + ', T = ' + format(one['temperature'], 'g'):20} {one['success']:6.1%}  "
               f"95 % interval [{low:.1%}, {high:.1%}]  mean score {one['score']:.3f}")
+    write_whole(path, json.dumps(origin | {"split": args.split} | found, indent=1) + "\n")     # told before, disk or not
     print(f"per task: {path}; {spent:,} real transitions (evaluation)")
     return 0
 

@@ -375,7 +375,7 @@ def results_table(groups: Sequence[tuple[str, list[RunData]]]) -> str:
                 values = [r["policies"][label][how]["success"] for r in finished if label in r["policies"]]
                 mean, low, high = band(values, finished[0]["tasks"])
                 cells.append(interval(mean, max(0.0, low), min(1.0, high)))
-            rows.append([POLICIES.get(label, label), *cells, str(len(values)), name])
+            rows.append([POLICIES[label], *cells, str(len(values)), name])
         for rule, rate in (finished[0]["rules"] if finished else {}).items():
             rows.append([f"rule: {rule}", interval(rate, None, None), "–", "–", "", name])
     if not rows:

@@ -251,9 +251,6 @@ class Checkpoints:
     def load(self, step: int) -> Any:
         return load_state(self.path(step))["state"]
 
-    def position(self, step: int) -> dict | None:
-        return load_state(self.path(step))["position"]
-
     def newest(self) -> tuple[int, Any]:
         """(step, state), or (0, None) where there is none."""
         steps = self.steps()
@@ -485,8 +482,8 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:                              # somebody else's
+        pass
     return True
 
 
@@ -643,18 +640,22 @@ class Run:
         write_whole(self.folder / "run.json", json.dumps(starts, indent=1) + "\n")
         write_whole(self.folder / "config.yaml", configuration.to_yaml(self.config))
         if repeat:
-            # Recorded before anything is deleted: a start that is killed in between is finished by the next one.
-            self._write_stages(repeat)
-            with _disk(self.folder):
-                (self.folder / "results.json").unlink(missing_ok=True)
-                for stage in repeat:
-                    for stale in (self.folder / "checkpoints" / stage, self.folder / "models" / stage):
-                        if stale.exists():
-                            shutil.rmtree(stale)
-                    for stale in self.folder.glob(f"eval-{stage}-*.json"):
-                        stale.unlink()
-            self._write_stages([])
+            self._forget(repeat)
         self.tracker = Tracker(self.config.run.tracker, self.folder, self.config)
+
+    def _forget(self, stages: list[str]) -> None:
+        """Deletes what these stages left.  Recorded first: a start that is killed in between is finished by the next."""
+        self._write_stages(stages)
+        with _disk(self.folder):
+            (self.folder / "results.json").unlink(missing_ok=True)
+            for stage in stages:
+                for stale in (self.folder / "checkpoints" / stage, self.folder / "models" / stage):
+                    if stale.exists():
+                        shutil.rmtree(stale)
+                for what in ("eval", "fidelity"):                    # measured with its policy
+                    for stale in self.folder.glob(f"{what}-{stage}-*.json"):
+                        stale.unlink()
+        self._write_stages([])
 
     def _write_stages(self, repeat: list[str]) -> None:
         write_whole(self.folder / "stages.json", json.dumps({"done": self._done, "repeat": repeat}, indent=1) + "\n")
@@ -729,15 +730,12 @@ class Run:
         return stage in self._done
 
     def mark_done(self, stage: str, payload: Any = None) -> None:
-        """Finished: the next start skips the stage and gets ``payload`` (JSON) from ``payload(stage)``."""
+        """Finished: the next start skips the stage.  ``payload`` (JSON) stays in stages.json for people to read."""
         if stage not in self.stages:
             raise ValueError(f"unknown stage {stage}")
         steps = self.checkpoints(stage).steps()
         self._done[stage] = {"payload": payload, "step": steps[-1] if steps else 0} | self._position()
         self._write_stages([])
-
-    def payload(self, stage: str) -> Any:
-        return self._done[stage]["payload"]
 
     def checkpoints(self, stage: str) -> Checkpoints:
         return Checkpoints(self.folder / "checkpoints" / stage, self.config.run.keep_checkpoints)
@@ -754,26 +752,21 @@ class Run:
         generators go back to that moment; without a checkpoint, to the end of the stage before, and the generators
         are seeded for this stage, so that what earlier stages drew does not matter.
         """
-        step, state = self.checkpoints(stage).newest()
-        position = self.checkpoints(stage).position(step) if step else None
-        if position is None:                                         # none, or one of a process that has no run
+        checkpoints = self.checkpoints(stage)
+        step = max(checkpoints.steps(), default=0)
+        saved = load_state(checkpoints.path(step)) if step else {"state": None, "position": None}
+        if saved["position"] is None:                                # none, or one of a process that has no run
             self._rewind(self._last_position())
             seed_everything(derive_seed(self.config.run.seed, stage))
         else:
-            self._rewind(position)
-            set_rng_state(position["rng"])
-        return step, state
+            self._rewind(saved["position"])
+            set_rng_state(saved["position"]["rng"])
+        return step, saved["state"]
 
     @staticmethod
     def newest(folder: str | os.PathLike, stage: str) -> tuple[int, Any]:
         """(step, state) of a stage's newest checkpoint or (0, None), for processes that only read."""
         return Checkpoints(Path(folder) / "checkpoints" / stage, 1).newest()
-
-    def best(self, stage: str) -> tuple[int, Any]:
-        """(step, state) of the best checkpoint by score (else the newest), without touching the run."""
-        checkpoints = self.checkpoints(stage)
-        step = checkpoints.best()
-        return checkpoints.newest() if step is None else (step, checkpoints.load(step))
 
     def export(self, stage: str, lm: Any) -> None:
         """models/<stage>: the model as plain ``transformers`` or ``peft`` load it, whole or not at all."""

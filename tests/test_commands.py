@@ -15,6 +15,7 @@ import envs.webshop
 import small_run
 from config import UserError
 from runs import Run
+from test_runs import file_size_limit
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,15 @@ def test_eval_is_repeatable_and_on_disk(folder, capsys):
     assert call("eval", folder, "--temperature", "1") == 0 and json.loads(path.read_text()) == first
     assert call("eval", folder, "--stage", "policy", "--split", "validation") == 0
     assert len(json.loads((folder / "eval-policy-validation-T0.4.json").read_text())["greedy"]["outcomes"]) == 2
+
+
+def test_eval_on_a_full_disk_still_says_what_was_measured(folder, capsys):
+    before = sorted(path.name for path in folder.iterdir())
+    with file_size_limit(64):
+        assert call("eval", folder, "--temperature", "2") == 2
+    out, err = capsys.readouterr()
+    assert "95 % interval" in out and "T2.json: file too large; nothing was changed" in err
+    assert sorted(path.name for path in folder.iterdir()) == before
 
 
 def test_eval_of_a_checkpoint_and_of_exported_models(folder, capsys, tmp_path):

@@ -79,7 +79,8 @@ def work(folder, die_at=None, before=lambda step: None) -> None:
                                                  "private": private.getstate()}, score=-loss.item())
             save_state(run.path(f"{stage}.safetensors"), model.state_dict())
             run.mark_done(stage, {"loss": loss.item()})
-        run.write_results({"loss": run.payload("rl")["loss"]})
+        stages = json.loads(run.path("stages.json").read_text())["done"]
+        run.write_results({"loss": stages["rl"]["payload"]["loss"]})
 
 
 def outcome(folder: Path) -> tuple:
@@ -235,16 +236,16 @@ def test_newest_and_best_checkpoints_are_kept(tmp_path):
     assert checkpoints.steps() == [2, 5, 6] and checkpoints.best() == 2
     checkpoints.save(7, {}, 0.9)
     assert checkpoints.steps() == [6, 7] and checkpoints.best() == 7
-    assert checkpoints.load(6) == {"step": 6} and checkpoints.newest() == (7, {}) and checkpoints.position(7) is None
+    assert checkpoints.load(6) == {"step": 6} and checkpoints.newest() == (7, {})
 
 
 def test_best_and_newest_of_a_stage(tmp_path):
     with open_run(tmp_path / "run") as run:
-        assert run.best("rl") == Run.newest(tmp_path / "run", "rl") == (0, None)
+        assert Run.newest(tmp_path / "run", "rl") == (0, None)
         run.checkpoint("rl", 1, "a", score=0.5)
         run.checkpoint("rl", 2, "b", score=0.4)
         run.checkpoint("policy", 1, "c")
-        assert run.best("rl") == (1, "a") and run.best("policy") == (1, "c")
+        assert run.checkpoints("rl").best() == 1 and run.checkpoints("policy").best() is None
         assert Run.newest(tmp_path / "run", "rl") == (2, "b")
 
 
@@ -342,7 +343,10 @@ def test_interrupt_restores_the_handlers():
 def test_from_repeats_a_stage_and_all_after(tmp_path, reference):
     folder = tmp_path / "run"
     work(folder)
+    for name in ("eval-rl-test", "fidelity-rl-test", "fidelity-collect-test"):
+        (folder / f"{name}.json").write_text("{}")
     open_run(folder, restart="policy").close()
+    assert [path.name for path in folder.glob("*-test.json")] == ["fidelity-collect-test.json"]
     with open_run(folder) as run:
         assert run.stage_done("collect") and not run.stage_done("policy") and not run.stage_done("rl")
         assert run.ledger.training() == 100 and not run.path("results.json").exists()
