@@ -440,6 +440,12 @@ class Curriculum:
                 "visits": dict(self.visits), "why": dict(self.why), "counts": dict(self.counts),
                 "latest": dict(self.latest)}
 
+    def inherit(self, state: dict) -> None:
+        """Start with what another stage learned about the training tasks.  Its synthetic tasks stay behind: the real
+        environment has no goals for them."""
+        self.iteration = state["iteration"]
+        self.groups = [tuple(group) for group in state["groups"] if group[1] in self.row]
+
     def load_state(self, state: dict) -> None:
         """Inverse of ``state``, on a curriculum over the same training tasks; raises UserError on other ones."""
         synthetic = [Task(name, text, "train", start, parent) for name, text, start, parent in state["synthetic"]]

@@ -455,6 +455,8 @@ class RLJob:
         held_out = [t for split in ("validation", "test") for t in self.world.tasks[split]]
         encoder = make_encoder(cfg.retrieval.encoder)
         self.curriculum = Curriculum(cfg, train, held_out, self.grammar, encoder)
+        if stage == "s2r":
+            self.curriculum.inherit(Run.newest(folder, "dream")[1]["curriculum"])
         self.validation = spread(self.world.tasks["validation"], cfg.eval.validation_tasks)
         self.iteration, self.used, self.real, self.writer, self.mexp = 0, 0, 0, None, None
         if self.dreaming:

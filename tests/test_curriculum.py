@@ -255,6 +255,19 @@ def varied(seeds):
     return [" , ".join([a, *items[1:]]) + " ," for a in ATTRIBUTES if a not in items]
 
 
+def test_another_stage_inherits_what_is_known_of_training_tasks():
+    dream = make(lambda_syn=0.5)
+    dream.record(stats(dream, dream.real[:8], lambda t: 0.5))
+    (new, *_) = dream.grow(FakeWriter(varied), 8)
+    dream.record(stats(dream, [dream.real[0], new], lambda t: 0.0))
+    real = make(lambda_syn=0.5)
+    real.inherit(dream.state())
+    assert [t.id for t in real.tasks] == [t.id for t in real.real] and new.id not in {g[1] for g in real.groups}
+    assert len(real.groups) == 9 and real.iteration == 2
+    predicted = real.predict(real.vectors)[:, 1]
+    assert predicted[0] < predicted[1]                         # hopeless a moment ago
+
+
 def test_candidates_are_refused_with_a_reason():
     attributes = ("wireless", "padded")
     seed = Task("train-0", text_of("desk chair", attributes, "gray", 40), "train", "[home]")
