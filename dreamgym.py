@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Callable, Iterator, Sequence
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 import backbones
 import commands
@@ -53,6 +54,9 @@ GATE_EPISODES = {"expert": 1, "noisy": 2, "mediocre": 2, "random": 0.4, "curious
 GATE_PURCHASES = 240                       # of each outcome
 STAGES = ("collect", "policy", "mexp", "fidelity", "dream", "s2r", "real", "eval")
 RL_STAGES = {"dream": ("dream", "s2r"), "real": ("real",), "both": ("dream", "s2r", "real"), "bc": ()}   # by method
+
+if not sys.stderr.isatty():
+    transformers_logging.disable_progress_bar()                # a log takes whole lines; helper processes come by here, too
 
 
 # ------------------------------------------------------------------------------------------------ models

@@ -75,6 +75,7 @@ def test_all_stages_end_in_a_table_of_real_success(finished):
     assert played["s2r"] % 4 == 0 and (played["rl"], played["offline"]) == (0, 42)            # groups of 4
     assert "real success on 4 held-out test tasks" in shown and "RL in the dream" in shown
     assert re.search(r"dream: 2/2  success \S+  reward \S+  kl \S+  real_greedy \S+  real_sampled", shown)
+    assert "\r" not in out.with_suffix(".log").read_bytes().decode() and "it/s" not in shown       # no bars in a log
     lines = [json.loads(line) for line in (out / "real.jsonl").read_text().splitlines()]
     assert {line["episode"].split("/")[0] for line in lines} == {"eval-cloned", "eval-dream", "eval-s2r"}
     times = [json.loads(line) for line in (out / "times.jsonl").read_text().splitlines()]
