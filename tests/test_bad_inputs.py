@@ -201,7 +201,8 @@ def cut(data: bytes) -> bytes:
 KINDS = {"cut": cut, "cut in a value": lambda data: data[:data.index(b"capacity: ") + 11],
          "cut at a line end": lambda data: data[:data.rindex(b"\n", 0, -1) + 1],
          "empty": lambda data: b"", "noise": lambda data: random.Random(1).randbytes(200) + b"\n",
-         "text for a number": lambda data: b'{"requests": "3"}\n', "another shape": lambda data: b'[{"a": [null]}]\n', "UTF-16": lambda data: data.decode("latin-1").encode("utf-16"),
+         "text for a number": lambda data: b'{"requests": "3"}\n',
+         "another shape": lambda data: b'[{"a": [null]}]\n', "UTF-16": lambda data: data.decode("latin-1").encode("utf-16"),
          "nested": lambda data: b"[" * 100_000 + b"\n"}
 JSON = ("cut", "empty", "noise", "another shape", "UTF-16", "nested")
 DAMAGED = [                                                  # (file, kinds of damage, commands that read it)

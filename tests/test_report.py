@@ -218,7 +218,8 @@ def test_rendered_by_a_browser(html, tmp_path, width):
     probe = ("<script>filter.value = ''; list(); picker.value = all.findIndex(e => e.taskId === 'syn-0'); show()\n"
              "document.querySelectorAll('details').forEach(d => d.open = true)\n"
              "parent.postMessage(JSON.stringify({errors, asked: performance.getEntriesByType('resource').map(e => e.name), "
-             "opened: document.querySelectorAll('.turn details .text').length, turns: document.querySelectorAll('.turn').length, "
+             "opened: document.querySelectorAll('.turn details .text').length, "
+             "turns: document.querySelectorAll('.turn').length, "
              "marks: document.querySelectorAll('#view b, #view script').length, title: document.title, "
              "text: view.textContent.includes('<b>bold</b>'), inner: innerWidth, "
              "wide: document.documentElement.scrollWidth}), '*')</script></html>")
@@ -227,8 +228,8 @@ def test_rendered_by_a_browser(html, tmp_path, width):
     frame = tmp_path / "frame.html"
     frame.write_text("<body><script>onmessage = e => { document.body.dataset.probe = e.data }</script>"
                      f"<iframe src=report.html width={width} height=844></iframe>")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-             "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}",
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+             "--disable-background-networking", "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}",
              "--window-size=1400,900", "--virtual-time-budget=3000", "--dump-dom"]
     done = subprocess.run([CHROMIUM, *flags, f"file://{frame}"], capture_output=True, text=True, timeout=120)
     found = Tags()
