@@ -153,22 +153,22 @@ class RetrievalSection(Section):
 
 class RLSection(Section):
     algorithm: Literal["grpo", "ppo"] = "grpo"
-    iterations: Positive = 30
+    iterations: Positive = 24
     tasks_per_step: Int = Field(16, ge=1, le=65536)
     group_size: Int = Field(8, ge=1, le=1024)
     max_turns: Positive | None = None
     temperature: float = Field(1.0, gt=0, le=5)
     lr: Rate = 3e-4
-    lr_warmup: Count = 16
+    lr_warmup: Count = 8
     adam_8bit: bool = False
     adam_eps: float = Field(3e-4, gt=0, le=0.1)
     weight_decay: Share = 0.01
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.2, gt=0, le=10)
     dual_clip: Annotated[float, Field(gt=1, le=1000)] | None = 3.0
-    kl_coef: float = Field(0.01, ge=0, le=10)
+    kl_coef: float = Field(0.05, ge=0, le=10)
     kl_in: Literal["loss", "reward", "none"] = "loss"
-    kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] = "k2"
     entropy_coef: float = Field(0.0, ge=0, le=1)
     norm_std: bool = True
     epochs: Int = Field(1, ge=1, le=100)
@@ -205,7 +205,7 @@ class CurriculumSection(Section):
 
 
 class S2RSection(Section):
-    transitions: Count = 2000
+    transitions: Count = 1600
     tasks_per_step: Int = Field(8, ge=1, le=65536)
     lr: Rate = 3e-4
 

@@ -502,7 +502,7 @@ class WebShopGrammar:
         """What an agent should look at before it acts, in look-up form; a function of what it reads, not of what it
         does.  Item page: each wanted option with what follows it, the price pair, and whether it can be bought here: all
         wanted options offered and the price fine.  Results page: from the first hit after the one opened last, number,
-        price and whether the price is fine, up to the first that is."""
+        price and whether the price is fine, up to the first that is, which is named again."""
         page = parse(state)
         limit = next((item for item in task_items(task) if limit_of(item) is not None), None)
         if page.kind == "item":
@@ -522,6 +522,7 @@ class WebShopGrammar:
                 fine = dollars(item.price) <= limit_of(limit)
                 words += [str(number), item.price, "ok" if fine else "no"]
                 if fine:
+                    words.append(str(number))
                     break
         return " ".join(words)
 

@@ -140,7 +140,7 @@ CONTRADICTIONS = [
     (["s2r.transitions=300"], "s2r.transitions: 300 may not pay for half an iteration: 4 tasks x rl.group_size 8 x env.max"),
     (["run.processes=16", "rl.minibatches=16", "s2r.tasks_per_step=16"], "16 x 8 = 128 episodes do not divide into rl.minibatches x "
                                                 "run.processes = 16 x 16 = 256 parts"),
-    (["rl.kl_in=none"], "rl.kl_coef: 0.01 has no effect with rl.kl_in = none"),
+    (["rl.kl_in=none"], "rl.kl_coef: 0.05 has no effect with rl.kl_in = none"),
     (["rl.kl_coef=0"], "rl.kl_in: loss has no effect with rl.kl_coef = 0"),
     (["rl.kl_estimator=k1"], "rl.kl_estimator: k1 in the loss"),
     (["rl.kl_in=reward"], "rl.kl_estimator: k3 in the reward"),
@@ -215,7 +215,7 @@ def test_contradiction(overrides, message, write, capsys):
 
 def test_contradiction_names_the_line_in_the_file(write, capsys):
     path = write("defaults:\n  rl:\n    kl_coef: 0.01\n    kl_in: none\n")
-    assert "c.yaml:3: rl.kl_coef: 0.01 has no effect" in refused(capsys, path)
+    assert "c.yaml:3: rl.kl_coef: 0.05 has no effect" in refused(capsys, path)
 
 
 def test_wrong_paths(write, tmp_path, capsys):

@@ -277,8 +277,8 @@ def test_a_thought_reads_the_page_and_ends_with_what_it_comes_to():
     assert GRAMMAR.consider(TASK.replace("red", "pink"), ITEM, []) == "pink , small | price 60.00 $49.5 ok misses"
     assert GRAMMAR.consider(TASK.replace("60", "40"), ITEM, []) == "red | small | price 40.00 $49.5 no misses"
     assert GRAMMAR.consider("wireless , travel headphones ,", ITEM, []) == ""         # nothing to look up
-    assert GRAMMAR.consider(TASK, RESULTS, []) == "1 $49.5 ok"
-    assert GRAMMAR.consider(TASK, RESULTS, ["click 1", "click prev"]) == "1 $49.5 2 $19.5 ok"
+    assert GRAMMAR.consider(TASK, RESULTS, []) == "1 $49.5 ok 1"
+    assert GRAMMAR.consider(TASK, RESULTS, ["click 1", "click prev"]) == "1 $49.5 2 $19.5 ok 2"
 
 
 def test_a_task_must_be_met_by_one_page():
