@@ -119,6 +119,7 @@ class SftSection(Section):
 
 class PolicySection(SftSection):
     steps: Positive = 1500
+    history: Int = Field(10, ge=0, le=100)
     heads: Literal["constructed", "random"] = "constructed"
     reasoning: bool = True
     demonstrations: Literal["success", "all"] = "all"

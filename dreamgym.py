@@ -193,7 +193,7 @@ def collect(cfg: Config, run: Run, stopping: Callable[[], bool] = bool) -> None:
         every = -(-sum(text.count(" ") for text in texts) // TOKENIZER_WORDS)
         tokenizer = llm.train_tokenizer(texts[::every], cfg.mexp_model.tiny.vocab, PIECES)
         run.path("tokenizer").mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory() as place:
+        with tempfile.TemporaryDirectory(dir=run.folder) as place:
             tokenizer.save_pretrained(place)
             for file in Path(place).iterdir():
                 write_whole(run.path("tokenizer") / file.name, file.read_bytes())

@@ -45,7 +45,7 @@ from buffer import Transition, read_transitions
 from config import UserError
 from envs import Env, Grammar, Task, World, open_world
 from mexp import DreamEnv, ExperienceModel, Prediction, Query, content_words, invented_words, queries_of, rename
-from runs import Run, derive_seed, write_whole
+from runs import Progress, Run, derive_seed, write_whole
 
 Z = 1.959964                    # two-sided 95 %
 BATCH = 256                     # predictions, episodes side by side
@@ -151,8 +151,10 @@ def held_out_transitions(world: World, grammar: Grammar, split: str, episodes_by
 
 def predictions(model: ExperienceModel, queries: Sequence[Query]) -> list[Prediction | None]:
     out: list[Prediction | None] = []
-    for start in range(0, len(queries), BATCH):
-        out += model.predict(queries[start:start + BATCH])
+    with Progress("fidelity", len(queries)) as progress:
+        for start in range(0, len(queries), BATCH):
+            out += model.predict(queries[start:start + BATCH])
+            progress.update(len(out) - start)
     return out
 
 

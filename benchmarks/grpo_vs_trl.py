@@ -93,7 +93,8 @@ class Ours:
 
     def passes(self) -> list[training.Micro]:
         """The forward passes of an update, ready for the loss."""
-        micros = [m for step in training.deal(self.rows, self.lm, self.cfg, self.generator, self.cfg.minibatches) for m in step.micros]
+        steps = training.deal(self.rows, self.lm, self.cfg, self.generator, self.cfg.minibatches)
+        micros = [m for step in steps for m in step.micros]
         rl.score(self.lm, self.ref, micros, self.cfg)
         rl.assign_advantages(self.lm, self.rows, micros, self.cfg, None, None)
         return micros

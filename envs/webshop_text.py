@@ -501,8 +501,8 @@ class WebShopGrammar:
     def consider(self, task: str, state: str, history: Sequence[str]) -> str:
         """What an agent should look at before it acts, in look-up form; a function of what it reads, not of what it
         does.  Item page: each wanted option with what follows it, the price pair, and whether it can be bought here: all
-        wanted options offered and the price fine.  Results page: from the first hit after the one opened last, number,
-        price and whether the price is fine, up to the first that is, which is named again."""
+        wanted options offered and the price fine.  Results page: hit by hit, whether it was opened before, else its price
+        and whether that is fine, up to the first that is, which is named again."""
         page = parse(state)
         limit = next((item for item in task_items(task) if limit_of(item) is not None), None)
         if page.kind == "item":
@@ -514,16 +514,15 @@ class WebShopGrammar:
             return " ".join([*seen, "fits" if fits else "misses"]) if seen else ""
         words = []
         if page.kind == "results" and limit:
-            opened = [int(a.split(" ")[1]) for a in history if re.fullmatch(r"click \d+", a)]
-            last = opened[-1] if opened else 0
-            if 0 < last <= len(page.items):
-                words += [str(last), page.items[last - 1].price]
-            for number, item in list(enumerate(page.items, 1))[last:]:
+            since = max((at for at, action in enumerate(history) if action.startswith("search ")), default=-1)
+            for number, item in enumerate(page.items, 1):
                 fine = dollars(item.price) <= limit_of(limit)
-                words += [str(number), item.price, "ok" if fine else "no"]
-                if fine:
-                    words.append(str(number))
-                    break
+                if f"click {number}" in history[since + 1:]:
+                    words += [str(number), "opened"]
+                elif fine:
+                    return " ".join([*words, str(number), item.price, "ok", str(number)])
+                else:
+                    words += [str(number), item.price, "no"]
         return " ".join(words)
 
     # ---------------------------------------------------------------- augmentation
