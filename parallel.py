@@ -69,6 +69,9 @@ def _child(fn: Callable, threads: int, args: tuple, errors) -> None:
     except BaseException:                                      # whatever ends the process must reach the first one
         errors.put(("bug", traceback.format_exc()))
         sys.exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)                                                # at a normal exit threads of libraries now and then abort
 
 
 def _raise(errors, processes) -> None:
