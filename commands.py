@@ -349,7 +349,7 @@ def _dry_tokens(prompts: list[list[int]], model_cfg, episodes: int, per_episode:
 
 # ------------------------------------------------------------------------------------------------ expected time
 # Seconds in each of two processes side by side on a machine of speed REFERENCE, with the default tiny backbone.
-REFERENCE = 165e9              # floating point operations a second of a process, see ``speed``
+REFERENCE = 120e9              # floating point operations a second of a process, see ``speed``
 START = 10.0                   # processes that import torch and open the environment
 SCRIPTED = 0.0017              # a scripted episode
 STEP, PARAMETER, TOKENS = 0.03, 2.5e-8, 0.08                   # of a supervised step: fixed, a parameter, 1,024 tokens
