@@ -388,7 +388,9 @@ class Progress:
     def update(self, count: int = 1, **values: float) -> None:
         """``values`` are shown next to the bar, floats with four digits."""
         self.count += count
+        self.total = max(self.total, self.count)               # a budget may last longer than it must
         if self.bar is not None:
+            self.bar.total = self.total
             self.bar.set_postfix(values, refresh=False)
             self.bar.update(count)
         elif time.monotonic() - self.shown_at >= self.every or self.count == self.total:

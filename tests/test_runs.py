@@ -556,6 +556,10 @@ def test_progress_without_a_terminal(capsys):
         progress.update()
     out, err = capsys.readouterr()
     assert out == "" and err == "rl: 1000/1000  loss 0.1235  n 3\nrl: 6/10\n"
+    with Progress("s2r", total=1, every=0) as progress:        # a budget may pay for more iterations than for sure
+        progress.update()
+        progress.update()
+    assert capsys.readouterr().err == "s2r: 1/1\ns2r: 2/2\n"
 
 
 def test_progress_says_what_is_left(capsys, monkeypatch):
