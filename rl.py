@@ -9,7 +9,7 @@ How this differs from the paper and from the code it was run with (verl-agent):
   1. The GRPO baseline is taken over *episodes* and copied to their turns; over rows, long episodes weigh more.
   2. PPO's GAE runs over *turns* and bootstraps at truncation; V is a linear head on the policy's own detached
      hidden state, not a second model.
-  3. Groups in which all episodes end alike are dropped before the update.
+  3. Groups in which all episodes end alike are dropped before the update, and optimizer steps with them.
   4. Every action token weighs the same; only the constant that divides the sum can be chosen.
   5. The win reward is 1 (there 10), so the equivalent penalty of an invalid action is 0.01 (there 0.1).
 
@@ -187,8 +187,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, old_logp
     """Estimates of KL(policy || reference) per token from sampled tokens (Schulman's KL note); all (A,).
 
     With r = reference / policy: ``k1`` = -log r: the right gradient in the *reward* (as a loss its expected
-    gradient is 0).  ``k2`` = (log r)^2 / 2: the right gradient as a loss on fresh samples.  ``k3`` = r - 1 - log r:
-    right value, biased gradient as a loss (verl-agent's choice, there bounded at 10 too).  ``k3_weighted`` = k3
+    gradient is 0).  ``k2`` = (log r)^2 / 2: the right gradient as a loss on fresh samples, the farther the stronger.
+    ``k3`` = r - 1 - log r: right value, but as a loss it pulls a token that the policy overrates with at most its
+    weight, however far it went (verl-agent's choice, there bounded at 10 too).  ``k3_weighted`` = k3
     times policy / old policy: the right value and gradient, also on samples of the old policy (2512.21852).
     """
     log_r = (ref_logprobs - logprobs).clamp(-20, 20)
