@@ -776,6 +776,9 @@ def _follows(page: Page, word: str, held_first: bool = False) -> str:
 
 # ------------------------------------------------------------------------------------------------ who acts on it
 
+NOISY_MIX = (30, 45, 25)    # of 100 actions of the noisy policy: by the explorer, the careless one, slips
+
+
 def explorer(task: str, state: str, rng: random.Random) -> str:
     """Expert on the state's text alone: fetches what the task asks for, looking first where such things may be."""
     wish, page = parse_task(task), parse(state)
@@ -865,6 +868,17 @@ def _slipping(share: float):
     return act
 
 
+def _careless(task: str, state: str, rng: random.Random) -> str:
+    """The explorer, who forgets what must be done to a thing before it is put down."""
+    wish = parse_task(task)
+    return explorer(Wish("place", wish.obj, wish.recep).text if wish.kind in STATION else task, state, rng)
+
+
+def _noisy(task: str, state: str, rng: random.Random) -> str:
+    (act,) = rng.choices((explorer, _careless, _slipping(1.0)), NOISY_MIX)
+    return act(task, state, rng)
+
+
 def _curious(task: str, state: str, rng: random.Random) -> str:
     """Looks into one place after the other and touches nothing: what a memory of the room needs."""
     page = parse(state)
@@ -876,15 +890,15 @@ def _curious(task: str, state: str, rng: random.Random) -> str:
     return f"examine {r}" if r in page.here else f"go to {r}"
 
 
-POLICIES = {"expert": explorer, "noisy": _slipping(0.6), "mediocre": _slipping(0.85), "random": _anything,
+POLICIES = {"expert": explorer, "noisy": _noisy, "mediocre": _slipping(0.85), "random": _anything,
             "curious": _curious}
 
 
 def policy(name: str):
     """A scripted policy ``(task, state, earlier actions, rng) -> action`` that reads text alone.
 
-    ``expert`` is the explorer; ``noisy`` and ``mediocre`` slip in 60 and 85 % of their steps; ``random`` draws a verb,
-    then a command; ``curious`` looks everywhere.  Raises ValueError on an unknown name.
+    ``expert`` is the explorer; ``noisy`` mixes it, action by action, with one who forgets to heat, cool or clean and with
+    slips; ``mediocre`` slips in 85 % of its steps; ``random`` draws a verb, then a command; ``curious`` looks everywhere.  Raises ValueError on an unknown name.
     """
     if name not in POLICIES:
         raise ValueError(f"unknown scripted policy {name!r}; known: {', '.join(POLICIES)}")
