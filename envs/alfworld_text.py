@@ -897,8 +897,9 @@ POLICIES = {"expert": explorer, "noisy": _noisy, "mediocre": _slipping(0.85), "r
 def policy(name: str):
     """A scripted policy ``(task, state, earlier actions, rng) -> action`` that reads text alone.
 
-    ``expert`` is the explorer; ``noisy`` mixes it, action by action, with one who forgets to heat, cool or clean and with
-    slips; ``mediocre`` slips in 85 % of its steps; ``random`` draws a verb, then a command; ``curious`` looks everywhere.  Raises ValueError on an unknown name.
+    ``expert`` is the explorer; ``noisy`` mixes it, action by action, with one who forgets to heat, cool or clean and
+    with slips; ``mediocre`` slips in 85 % of its steps; ``random`` draws a verb, then a command; ``curious`` looks
+    everywhere.  Raises ValueError on an unknown name.
     """
     if name not in POLICIES:
         raise ValueError(f"unknown scripted policy {name!r}; known: {', '.join(POLICIES)}")
