@@ -92,7 +92,7 @@ class ModelSection(Section):
     lora_alpha: float = Field(32.0, gt=0, le=4096)
     gradient_checkpointing: bool = False
     max_prompt_tokens: Int = Field(512, ge=16, le=131072)
-    max_new_tokens: Int = Field(32, ge=1, le=8192)
+    max_new_tokens: Int = Field(40, ge=1, le=8192)
     tiny: TinySection = TinySection()
 
 
@@ -208,7 +208,7 @@ class CurriculumSection(Section):
 class S2RSection(Section):
     transitions: Count = 1600
     tasks_per_step: Int = Field(8, ge=1, le=65536)
-    lr: Rate = 1e-4
+    lr: Rate = 3e-4
 
 
 class EvalSection(Section):

@@ -193,7 +193,7 @@ def collect(cfg: Config, run: Run, stopping: Callable[[], bool] = bool) -> None:
         every = -(-sum(text.count(" ") for text in texts) // TOKENIZER_WORDS)
         tokenizer = llm.train_tokenizer(texts[::every], cfg.mexp_model.tiny.vocab, PIECES)
         run.path("tokenizer").mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=run.folder) as place:
+        with tempfile.TemporaryDirectory(dir=run.folder, prefix=".tokenizer.", suffix=".tmp") as place:
             tokenizer.save_pretrained(place)
             for file in Path(place).iterdir():
                 write_whole(run.path("tokenizer") / file.name, file.read_bytes())
@@ -411,7 +411,7 @@ def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, inte
             episodes = job.play(tasks, it)                                           # policy and world take turns
             rows, groups = rl.rows_from(episodes, job.rl)                            # advantages, Eq. 3 (or Eq. 2)
             update = rl.update(job.policy, job.reference, job.optimizer, rows, job.rl, job.value,
-                               job.generator(it, "mb"), kept=1 - groups["constant_groups"])
+                               job.generator(it, "mb"), kept=groups["kept"])
             enriched = job.enrich(len(episodes))                                     # dreams join the replay buffer
             everything = parallel.gather([e.light() for e in episodes])
             job.curriculum.record(rl.group_stats(everything), job.graded(everything))
@@ -485,12 +485,13 @@ class RLJob:
 
     @property
     def rl(self) -> config.RLSection:
-        """The settings of this iteration: the learning rate falls linearly to a tenth, as in supervised training."""
+        """The settings of this iteration: the learning rate falls linearly to a tenth, as in supervised training.
+        Sim-to-real takes so few steps that it begins with the full rate."""
         if self.stage == "s2r":
-            lr, done = self.cfg.s2r.lr, self.real / self.cfg.s2r.transitions
+            done, change = self.real / self.cfg.s2r.transitions, {"lr": self.cfg.s2r.lr, "lr_warmup": 0}
         else:
-            lr, done = self.cfg.rl.lr, self.iteration / self.iterations
-        return self.cfg.rl.model_copy(update={"lr": lr * (1 - 0.9 * done)})
+            done, change = self.iteration / self.iterations, {"lr": self.cfg.rl.lr}
+        return self.cfg.rl.model_copy(update=change | {"lr": change["lr"] * (1 - 0.9 * done)})
 
     @property
     def iterations(self) -> int:

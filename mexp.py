@@ -1,6 +1,6 @@
 """The experience model M_exp: one LLM that plays the environment (Eq. 4), its training (Eq. 5), and the dream.
 
-``ExperienceModel.predict`` is Eq. 4, ``training_rows`` makes the data of Eq. 5, ``DreamEnv`` is the synthetic MDP
+``ExperienceModel.predict`` is Eq. 4, ``TrainingRows`` makes the data of Eq. 5, ``DreamEnv`` is the synthetic MDP
 behind the protocol that the real environments speak.
 """
 from __future__ import annotations

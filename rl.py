@@ -1,4 +1,4 @@
-"""Reinforcement learning for language-model agents: rollouts, advantages, losses and one ``update``.
+"""Reinforcement learning for language-model agents: advantages, losses and one ``update``.
 
 Eq. 2 of the paper (arXiv 2511.03773) is PPO with generalised advantage estimation, Eq. 3 is GRPO; section 1.2
 leaves both unmodified.  Reading order: rollouts.py plays episodes, ``rows_from`` turns them into training rows,
@@ -11,7 +11,8 @@ How this differs from the paper and from the code it was run with (verl-agent):
      hidden state, not a second model.
   3. Groups in which all episodes end alike are dropped before the update, and optimizer steps with them.
   4. Every action token weighs the same; only the constant that divides the sum can be chosen.
-  5. The win reward is 1 (there 10), so the equivalent penalty of an invalid action is 0.01 (there 0.1).
+  5. The win reward is 1 (there 10), and the penalty of an invalid action 0.2 (there 0.1).
+  6. KL by ``k2``, AdamW with a large eps, and a learning rate that rises for a few steps and then falls.
 
 Words: a *row* is one turn: the prompt as the policy saw it and the ids it sampled, never tokenised again.  The
 *action tokens* are those ids.  Shapes: N rows, B rows of one forward pass, T tokens, A action tokens of a forward
@@ -138,7 +139,8 @@ def rows_from(episodes: Sequence[Episode], cfg) -> tuple[list[Row], dict[str, fl
                 row.bootstrap_ids = episode.final_prompt_ids
             rows.append(row)
     total = sum_over_ranks({"groups": len(stats), "constant": sum(s.variance < 1e-12 for s in stats.values())})
-    return rows, {"groups": total["groups"], "constant_groups": total["constant"] / max(1, total["groups"])}
+    constant = total["constant"] / max(1, total["groups"])
+    return rows, {"groups": total["groups"], "constant_groups": constant, "kept": 1 - constant if is_grpo else 1.0}
 
 
 def turn_advantages(rows: Sequence[Row], rewards: Tensor, values: Tensor, bootstraps: Tensor, gamma: float,

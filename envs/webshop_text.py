@@ -37,7 +37,8 @@ BUTTONS = ("buy", "back", "prev", "next", *SUB_PAGES)
 # Share of common products from which two results pages count as the same page, see WebShopGrammar.diff.
 SAME_RESULTS = 0.3
 # Words with a meaning of their own in states, actions, tasks and traces: never content.
-STRUCTURE = {*BUTTONS, *KINDS, "search", "click", "price", "open", "choose", "read", "nothing", "none", "ok", "yes"}
+STRUCTURE = {*BUTTONS, *KINDS, "search", "click", "price", "open", "choose", "read", "nothing", "none", "ok", "yes",
+             "opened", "fits", "misses"}
 FUNCTION_WORDS = set("a an and are as at be by can find for from has i in is it its me my not no of on one or that the "
                      "these this to want was which will with you your".split())
 
@@ -514,7 +515,8 @@ class WebShopGrammar:
             return " ".join([*seen, "fits" if fits else "misses"]) if seen else ""
         words = []
         if page.kind == "results" and limit:
-            since = max((at for at, action in enumerate(history) if action.startswith("search ")), default=-1)
+            since = max((at for at, action in enumerate(history)       # hits are counted anew on every page
+                         if action.startswith("search ") or action == "click next"), default=-1)
             for number, item in enumerate(page.items, 1):
                 fine = dollars(item.price) <= limit_of(limit)
                 if f"click {number}" in history[since + 1:]:
@@ -728,7 +730,7 @@ def policy(name: str, grammar: WebShopGrammar) -> Policy:
     """A scripted policy ``(task, state, own earlier actions, rng) -> action`` that reads text alone.
 
     ``expert`` compares the hits with the task, opens the best, and goes back where a page does not fit; ``noisy``
-    mixes the other three; ``mediocre`` buys what it opens first and forgets options; ``random`` clicks anything, now
+    mixes it with ``mediocre`` and ``random``; ``mediocre`` buys what it opens first and forgets options; ``random`` clicks anything, now
     and then what the page does not offer, so that the data show what happens then.  ``curious`` buys nothing: it takes
     the links that it took least often, in earlier episodes too (further results, products, their sub pages).
     Raises ValueError on an unknown name.
