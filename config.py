@@ -96,10 +96,6 @@ class ModelSection(Section):
     tiny: TinySection = TinySection()
 
 
-class PolicyModelSection(ModelSection):
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-
-
 class MexpModelSection(ModelSection):
     max_new_tokens: Int = Field(192, ge=1, le=8192)
 
@@ -221,7 +217,7 @@ class Config(Section):
     run: RunSection = RunSection()
     env: EnvSection = EnvSection()
     collect: CollectSection = CollectSection()
-    policy_model: PolicyModelSection = PolicyModelSection()
+    policy_model: ModelSection = ModelSection()
     mexp_model: MexpModelSection = MexpModelSection()
     policy: PolicySection = PolicySection()
     mexp: MexpSection = MexpSection()

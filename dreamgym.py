@@ -66,9 +66,10 @@ def new_lm(cfg: Config, role: str, folder: Path) -> llm.LM:
     if model.name == "tiny":
         tokenizer = load_tokenizer(folder / "tokenizer")
         tiny = model.tiny
+        dtype = "float32" if (role, model.dtype) == ("policy", "auto") else model.dtype     # RL learns little in bf16
         return llm.tiny_lm(tokenizer, tiny.layers, tiny.width, tiny.heads, tiny.mlp,
                            seed=derive_seed(cfg.run.seed, role), constructed=getattr(cfg, role).heads == "constructed",
-                           device=backbones.pick_device(model.device), dtype=model.dtype)
+                           device=backbones.pick_device(model.device), dtype=dtype)
     return backbones.load_backbone(model, seed=derive_seed(cfg.run.seed, role), micro_tokens=cfg.rl.micro_tokens)
 
 

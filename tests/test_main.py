@@ -116,7 +116,9 @@ def test_learning_rate_falls_and_sim_to_real_begins_with_its_own():
 def test_the_tiny_model_has_the_precision_of_its_section(finished):
     out, *_ = finished
     cfg, _ = dreamgym.report.run_config(out)
-    assert dreamgym.new_lm(cfg, "policy", out).compute == torch.float32
+    assert cfg.policy_model.dtype == cfg.mexp_model.dtype == "auto"
+    assert dreamgym.new_lm(cfg, "policy", out).compute == torch.float32      # whatever the hardware
+    assert dreamgym.new_lm(cfg, "mexp", out).compute == dreamgym.llm.compute_dtype(torch.device("cpu"))
     model = cfg.policy_model.model_copy(update={"dtype": "bfloat16"})
     cfg = cfg.model_copy(update={"policy_model": model})
     assert dreamgym.new_lm(cfg, "policy", out).compute == torch.bfloat16
