@@ -204,7 +204,7 @@ class CurriculumSection(Section):
 class S2RSection(Section):
     transitions: Count = 1600
     tasks_per_step: Int = Field(8, ge=1, le=65536)
-    lr: Rate = 3e-4
+    lr: Rate = 1e-4
 
 
 class EvalSection(Section):

@@ -460,8 +460,12 @@ class RLJob:
         held_out = [t for split in ("validation", "test") for t in self.world.tasks[split]]
         encoder = make_encoder(cfg.retrieval.encoder)
         self.curriculum = Curriculum(cfg, train, held_out, self.grammar, encoder)
-        if stage == "s2r":
-            self.curriculum.inherit(Run.newest(folder, "dream")[1]["curriculum"])
+        if stage == "s2r":                                     # goes on where the dream ended
+            dreamt = Run.newest(folder, "dream")[1]
+            self.curriculum.inherit(dreamt["curriculum"])
+            self.optimizer.load_state_dict(dreamt["optimizer"])
+            if self.value:
+                self.value.restore(dreamt["value"])
         self.validation = spread(self.world.tasks["validation"], cfg.eval.validation_tasks)
         self.iteration, self.used, self.real, self.writer, self.mexp = 0, 0, 0, None, None
         if self.dreaming:
@@ -486,13 +490,12 @@ class RLJob:
 
     @property
     def rl(self) -> config.RLSection:
-        """The settings of this iteration: the learning rate falls linearly to a tenth, as in supervised training.
-        Sim-to-real takes so few steps that it begins with the full rate."""
+        """The settings of this iteration: the learning rate falls linearly to a tenth, as in supervised training."""
         if self.stage == "s2r":
-            done, change = self.real / self.cfg.s2r.transitions, {"lr": self.cfg.s2r.lr, "lr_warmup": 0}
+            lr, done = self.cfg.s2r.lr, self.real / self.cfg.s2r.transitions
         else:
-            done, change = self.iteration / self.iterations, {"lr": self.cfg.rl.lr}
-        return self.cfg.rl.model_copy(update=change | {"lr": change["lr"] * (1 - 0.9 * done)})
+            lr, done = self.cfg.rl.lr, self.iteration / self.iterations
+        return self.cfg.rl.model_copy(update={"lr": lr * (1 - 0.9 * done)})
 
     @property
     def iterations(self) -> int:

@@ -100,15 +100,30 @@ def test_real_episodes_of_all_processes_are_counted(monkeypatch):
     assert alone[1][0]["episodes"]["rl"] == 16 and alone[0][0]["episodes"]["s2r"] == 8
 
 
+def test_sim_to_real_goes_on_where_the_dream_ended(finished):
+    """Policy, optimizer and critic: the first real step is no first step of AdamW."""
+    out, *_ = finished
+    cfg, _ = dreamgym.report.run_config(out)
+    (out / "checkpoints/s2r").rename(out / "checkpoints/aside")
+    try:
+        job = dreamgym.RLJob(cfg, "s2r", out, None)
+    finally:
+        (out / "checkpoints/aside").rename(out / "checkpoints/s2r")
+    dreamt = runs.Run.newest(out, "dream")[1]
+    saved, own = dreamt["optimizer"]["state"], job.optimizer.state_dict()["state"]
+    assert saved and all(torch.equal(own[i]["exp_avg_sq"], saved[i]["exp_avg_sq"]) for i in saved)
+    assert job.value.updates == dreamt["value"]["updates"] > 0
+
+
 def test_learning_rate_falls_and_sim_to_real_begins_with_its_own():
     job = dreamgym.RLJob.__new__(dreamgym.RLJob)
     job.cfg, job.stage, job.iteration, job.real = dreamgym.Config(), "dream", 0, 0
     rl, s2r = job.cfg.rl, job.cfg.s2r
-    assert (job.rl.lr, job.rl.lr_warmup) == (rl.lr, rl.lr_warmup) and rl.lr_warmup > 0
+    assert job.rl.lr == rl.lr
     job.iteration = rl.iterations // 2
     assert job.rl.lr == pytest.approx(0.55 * rl.lr)
     job.stage = "s2r"                                          # by its budget
-    assert (job.rl.lr, job.rl.lr_warmup) == (s2r.lr, 0)
+    assert job.rl.lr == s2r.lr
     job.real = s2r.transitions
     assert job.rl.lr == pytest.approx(0.1 * s2r.lr)
 
