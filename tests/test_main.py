@@ -196,7 +196,7 @@ def test_killed_while_writing_it_ends_the_same(finished, tmp_path):
         torn |= {path.parent.name for path in left if path.suffixes[-2:] == [".safetensors", ".tmp"] or
                  ".safetensors." in path.name}
         assert process.exitcode in (0, -signal.SIGKILL) and (
-            process.exitcode == 0 or sum(path.is_file() for path in left) == 1), printed(out)
+            process.exitcode == 0 or 1 <= len(left) <= 2), printed(out)      # the torn file, perhaps in a torn folder
     assert torn, "no checkpoint was hit"
     finish(out)
     assert outcome(out) == outcome(whole) and not list(out.rglob(".*.tmp"))
