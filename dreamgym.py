@@ -66,7 +66,7 @@ def new_lm(cfg: Config, role: str, folder: Path) -> llm.LM:
     if model.name == "tiny":
         tokenizer = load_tokenizer(folder / "tokenizer")
         tiny = model.tiny
-        dtype = "float32" if (role, model.dtype) == ("policy", "auto") else model.dtype     # RL learns little in bf16
+        dtype = "float32" if (role, model.dtype) == ("policy", "auto") else model.dtype     # sampled as trained, exactly
         return llm.tiny_lm(tokenizer, tiny.layers, tiny.width, tiny.heads, tiny.mlp,
                            seed=derive_seed(cfg.run.seed, role), constructed=getattr(cfg, role).heads == "constructed",
                            device=backbones.pick_device(model.device), dtype=dtype)

@@ -221,6 +221,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, warmup: int, max
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (taken + 1) / max(1, warmup))
         optimizer.step()
+        torch.autograd.graph.increment_version(params)         # fused and 8-bit steps do not, and the sampler's copy asks
         counts["taken"], counts["bad_in_a_row"] = taken + 1, 0
     else:
         counts["bad_in_a_row"] = bad + 1

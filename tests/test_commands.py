@@ -158,7 +158,7 @@ def test_expected_time_follows_the_sizes(monkeypatch):
 
     whole = seconds()
     assert 120 < sum(whole.values()) < 1800
-    assert seconds("rl.iterations=40")["RL in the dream"] > 1.7 * whole["RL in the dream"]
+    assert seconds("rl.iterations=48")["RL in the dream"] > 1.7 * whole["RL in the dream"]
     assert seconds("run.processes=1")["evaluation"] > whole["evaluation"]
     assert "RL in the dream" not in seconds("run.method=bc")
     assert sum(seconds(profile="smoke").values()) < 90

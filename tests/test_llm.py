@@ -81,6 +81,23 @@ def test_precision_is_the_chosen_one(dtype):
     assert next(lm.model.parameters()).dtype == torch.float32
 
 
+def test_the_sampler_is_never_stale():
+    """Every kind of optimizer step renews the low-precision copy that samples."""
+    import training
+    lm = llm.tiny_lm(word_tokenizer(WORDS), 1, 16, 2, 16, constructed=False, dtype="bfloat16")
+    options = {"lr": 0.1, "weight_decay": 0.0}
+    for optimizer in (torch.optim.AdamW(lm.model.parameters(), fused=True, **options),
+                      torch.optim.AdamW(lm.model.parameters(), fused=False, **options)):
+        for p in lm.model.parameters():
+            p.grad = torch.ones_like(p)
+        before = lm.sampler()
+        assert lm.sampler() is before
+        training.optimizer_step(optimizer, 0.1, 0, 1e9)
+        now = lm.sampler()
+        for own, copied in zip(lm.model.parameters(), now.parameters()):
+            assert torch.equal(own.to(torch.bfloat16), copied)
+
+
 def test_constructed_heads_copy_before_any_training():
     words = [f"w{i}" for i in range(300)]
     lm = llm.tiny_lm(llm.train_tokenizer([" ".join(words)] * 3, 700), seed=3)

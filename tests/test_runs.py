@@ -394,7 +394,7 @@ def test_damaged_checkpoint_is_named(tmp_path):
 
 def test_folder_of_another_configuration(tmp_path):
     open_run(tmp_path / "run").close()
-    with pytest.raises(UserError, match="another configuration: rl.lr: 0.0001 -> 0.001 .there -> here.") as caught:
+    with pytest.raises(UserError, match="another configuration: rl.lr: 0.0003 -> 0.001 .there -> here.") as caught:
         open_run(tmp_path / "run", lr=1e-3)
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="and 2 more"):
