@@ -265,7 +265,7 @@ def ablate(cfg: Config, args: argparse.Namespace) -> None:
     found = {Path(c.run.out).name: json.loads((Path(c.run.out) / "fidelity.json").read_text()) for c in cfgs}
     columns = {"exact": "next state exact", "done": "done flag right", "false_success": "failures declared successful",
                "false_failure": "successes declared failed", "unparsed": "not well-formed"}
-    print("\n| % [95 % interval] | " + " | ".join(columns.values()) + " |\n|---" * (1 + len(columns)) + "|")
+    print("\n| % [95 % interval] | " + " | ".join(columns.values()) + " |\n" + "|---" * (1 + len(columns)) + "|")
     for name, one in found.items():
         print(f"| {name} | " + " | ".join(_percent(one[key]) for key in columns) + " |")
     everything, *_ = found.values()
