@@ -122,7 +122,7 @@ class PolicySection(SftSection):
 
 
 class MexpSection(SftSection):
-    steps: Positive = 1200
+    steps: Positive = 2000
     history: Int = Field(2, ge=0, le=100)
     heads: Literal["constructed", "random"] = "constructed"
     format: Literal["edits", "full"] = "edits"
