@@ -83,7 +83,7 @@ def deal(rows: Sequence[Row], policy: llm.LM, cfg, generator, count: int) -> lis
     pairs = [(row.prompt_ids, row.action_ids) for row in rows]
     steps = []
     for m in range(count):
-        mb = order[m::count]                         # no remainder is dropped
+        mb = order[m::count]                                   # no remainder is dropped
         packs = pack([len(prompt) + len(action) for prompt, action in (pairs[i] for i in mb)], cfg.micro_tokens)
         sizes = sum_over_ranks({"tokens_of_step": sum(len(pairs[i][1]) for i in mb), "turns_of_step": len(mb),
                                 "episodes_of_step": len({rows[i].episode for i in mb})})

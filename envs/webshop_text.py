@@ -730,9 +730,10 @@ def policy(name: str, grammar: WebShopGrammar) -> Policy:
     """A scripted policy ``(task, state, own earlier actions, rng) -> action`` that reads text alone.
 
     ``expert`` compares the hits with the task, opens the best, and goes back where a page does not fit; ``noisy``
-    mixes it with ``mediocre`` and ``random``; ``mediocre`` buys what it opens first and forgets options; ``random`` clicks anything, now
-    and then what the page does not offer, so that the data show what happens then.  ``curious`` buys nothing: it takes
-    the links that it took least often, in earlier episodes too (further results, products, their sub pages).
+    mixes it with ``mediocre`` and ``random``; ``mediocre`` buys what it opens first and forgets options; ``random``
+    clicks anything, now and then what the page does not offer, so that the data show what happens then.  ``curious``
+    buys nothing: it takes the links that it took least often, in earlier episodes too (further results, products,
+    their sub pages).
     Raises ValueError on an unknown name.
     """
     if name not in POLICIES:

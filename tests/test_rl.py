@@ -533,9 +533,8 @@ def test_constant_groups_change_nothing():
     rows, metrics = rl.rows_from([episode("a", 1.0, turns=2)] * 3 + [episode("b", 0.0, invalid=[0])] * 3,
                                  config(invalid_penalty=0.1))
     assert rows == [] and metrics == {"groups": 2, "constant_groups": 1.0, "kept": 0.0}
-    rows, metrics = rl.rows_from([episode("a", 1.0, turns=2), episode("b", 0.0)], config(algorithm="ppo"))
-    assert len(rows) == 3 and metrics["kept"] == 1             # PPO learns from all of them
-    rows = []
+    everything, metrics = rl.rows_from([episode("a", 1.0, turns=2), episode("b", 0.0)], config(algorithm="ppo"))
+    assert len(everything) == 3 and metrics["kept"] == 1       # PPO learns from all of them
     policy = tiny_policy()
     before = weights(policy)
     rl.update(policy, tiny_policy(1), training.make_optimizer(policy, config(weight_decay=0.1)), rows,
