@@ -676,20 +676,22 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    """A file that ``load`` reads back to the same configuration."""
-    return yaml.safe_dump({"defaults": config.model_dump()}, sort_keys=False, allow_unicode=True)
+    """A file that ``load`` reads back to the same configuration; its first line says how many values follow."""
+    text = yaml.safe_dump({"defaults": config.model_dump()}, sort_keys=False, allow_unicode=True)
+    return f"# {len(KEYS)} values\n{text}"
 
 
 def load_run(folder: str | os.PathLike, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a run folder, as ``to_yaml`` wrote it; ``overrides`` as for ``load``.
 
-    Raises UserError, also where the end of the file is missing: what is left of it is valid YAML, and the values that
+    Raises UserError, also where a part of the file is missing: what is left of it is valid YAML, and the values that
     are gone would silently be the defaults.
     """
     path = Path(folder) / "config.yaml"
-    last = list(KEYS)[-1]                      # the only one asked for: runs of an older version lack newer keys
-    if last not in _layers(path)[0] or not _read_text(path).endswith("\n"):
-        raise UserError(f"{path}: cut off before or in its last value, {last}; restore it")
+    text, found = _read_text(path), len(_layers(path)[0])
+    if not text.startswith(f"# {found} values\n") or not text.endswith("\n"):
+        raise UserError(f"{path}: not whole: its first line promises {_show(text.partition(chr(10))[0])}, it holds {found}; "
+                        "restore it")
     return load(path, None, overrides)[0]
 
 

@@ -38,7 +38,7 @@ import rollouts
 from buffer import Transition, read_transitions
 from config import Config, UserError
 from envs import Task, World, open_world
-from runs import Ledger, write_whole
+from runs import Ledger, Progress, write_whole
 
 STAGES = ("dream", "s2r", "real")
 POLICIES = {"cloned": "behaviour cloning", "dream": "RL in the dream", "s2r": "dream, then sim-to-real",
@@ -587,7 +587,10 @@ def browser_data(runs: Sequence[RunData]) -> tuple[list[dict], list[str], int]:
         replays: dict[str, list[Replayed] | None] = {}
         try:
             demos = episodes.demonstrations(dreamed) if dreamed else {}
-            replays = {e[0].episode: episodes.replay(e) for e in dreamed}
+            with Progress(f"report {run.name}", len(dreamed)) as progress:
+                for e in dreamed:
+                    replays[e[0].episode] = episodes.replay(e)
+                    progress.update(1)
         except UserError as error:
             notes.append(f"{run.name}: no demonstrations and no real counterparts: {error}")
         cost += episodes.replayed

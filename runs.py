@@ -654,9 +654,9 @@ class Run:
                 for stale in (self.folder / "checkpoints" / stage, self.folder / "models" / stage):
                     if stale.exists():
                         shutil.rmtree(stale)
-                for what in ("eval", "fidelity"):                    # measured with its policy
-                    for stale in self.folder.glob(f"{what}-{stage}-*.json"):
-                        stale.unlink()
+                measured = "*" if stage == "mexp" else stage         # with its policy, or in what it made of any policy
+                for stale in [*self.folder.glob(f"eval-{stage}-*.json"), *self.folder.glob(f"fidelity-{measured}-*.json")]:
+                    stale.unlink()
         self._write_stages([])
 
     def _write_stages(self, repeat: list[str]) -> None:

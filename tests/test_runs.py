@@ -347,6 +347,8 @@ def test_from_repeats_a_stage_and_all_after(tmp_path, reference):
         (folder / f"{name}.json").write_text("{}")
     open_run(folder, restart="policy").close()
     assert [path.name for path in folder.glob("*-test.json")] == ["fidelity-collect-test.json"]
+    with Run.open(make_config(folder), "", [], ("collect", "policy", "mexp", "rl"), "mexp"):
+        assert not list(folder.glob("*-test.json"))                  # of the old experience model, whichever the policy
     with open_run(folder) as run:
         assert run.stage_done("collect") and not run.stage_done("policy") and not run.stage_done("rl")
         assert run.ledger.training() == 100 and not run.path("results.json").exists()
