@@ -274,6 +274,10 @@ def contradictions(c: Config) -> Iterator[tuple[str, str]]:
     if c.rl.eval_every and not c.eval.validation_tasks:
         yield "eval.validation_tasks", f"0 tasks to validate on every rl.eval_every = {c.rl.eval_every} iterations"
 
+    for key, value in (("rl.rename", c.rl.rename), ("mexp.invent", c.mexp.invent)):
+        if c.env.name == "alfworld" and value:
+            yield key, f"{value:g}: ALFWorld's rules know their words by name, others cannot be played with: set it to 0"
+
     for name, sft in (("policy", c.policy), ("mexp", c.mexp)):
         model: ModelSection = getattr(c, f"{name}_model")
         section, tiny = f"{name}_model", model.tiny

@@ -275,8 +275,8 @@ class CloningRows:
         thought = self.grammar.consider(t.task, t.state, t.history) if self.reasoning else ""
         task, state, action, thought, *history = (rename(text, names)
                                                   for text in (t.task, t.state, t.action, thought, *t.history))
-        prompt = self.fmt.prompt(task, history, state, self.grammar.admissible(state))
-        return llm.Row(prompt, self.fmt.target(action, thought))
+        offered = [rename(text, names) for text in self.grammar.admissible(t.state)]
+        return llm.Row(self.fmt.prompt(task, history, state, offered), self.fmt.target(action, thought))
 
 
 class Mixture:
@@ -624,7 +624,7 @@ def measure_fidelity(cfg: Config, run: Run) -> None:
     held_out = fidelity.held_out_transitions(world, grammar, "validation", episodes, cfg.run.seed, cfg.env.max_steps)
     run.ledger.add("validation", len(held_out), sum(episodes.values()))
     found = fidelity.teacher_forced(model, held_out)
-    for renamed in (None, "unseen") if content_words(grammar, held_out) else (None,):
+    for renamed in (None, "unseen") if cfg.mexp.invent else (None,):
         found |= fidelity.balanced_purchases(model, held_out, GATE_PURCHASES,
                                              random.Random(derive_seed(cfg.run.seed, "gate")), renamed)
     write_whole(run.path("fidelity.json"), json.dumps(found, indent=1) + "\n")

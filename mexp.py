@@ -311,7 +311,7 @@ class TrainingRows:
 
     def _changed(self, q: Query, t: Transition, rng: random.Random) -> tuple[Query, Transition]:
         grammar = self.codec.grammar
-        task = grammar.counterfactual(q.task, grammar.decisive(t.state, t.next_state), rng)
+        task = grammar.counterfactual(q.task, t.state, t.action, t.next_state, rng)
         if task is None:
             return q, t
         done, success = grammar.outcome(task, t.state, t.action, t.next_state)

@@ -95,7 +95,7 @@ class Grammar(Protocol):
         """May this step fulfil a task?  (WebShop: a purchase; ALFWorld: an object put down, a lamp used.)"""
 
     def decisive(self, state: str, next_state: str) -> str:
-        """The page that ``judge`` and ``counterfactual`` read on such a step: the one before it or the one after."""
+        """The page that ``judge`` reads on such a step: the one before it or the one after."""
 
     def outcome(self, task: str, state: str, action: str, next_state: str) -> tuple[bool, bool]:
         """(done, success) of a step by the rule on the text alone."""
@@ -103,8 +103,8 @@ class Grammar(Protocol):
     def explain(self, task: str, state: str, action: str, next_state: str) -> str:
         """Reasoning trace R* of one transition in look-up form (teacher ``rules``)."""
 
-    def counterfactual(self, task: str, state: str, rng) -> str | None:
-        """Another task text for the same final page, some checks broken at random; None where none can be made."""
+    def counterfactual(self, task: str, state: str, action: str, next_state: str, rng) -> str | None:
+        """Another task text for the same step that ``decides``, some checks broken at random; None where none can be made."""
 
     def consider(self, task: str, state: str, history: list[str]) -> str:
         """What an agent should look at before it acts, in look-up form: the thought of a cloned policy."""

@@ -4,14 +4,15 @@ State.  One line, rebuilt from the observations (feedback and admissible command
 from the engine:
 
     [at] countertop @ 1 : mug hot two @ 1 2 , knife @ 1 , [by] drawer closed @ 3 : [hold] apple clean * 1 ,
-    [seen] bread | cabinet 3 1 , [visited] cabinet shut ! 3 , sinkbasin ! 1 , [new] drawer ? 1 2 , fridge ? 1 ,
+    [seen] bread | cabinet 3 1 , [visited] cabinet shut ! 3 , sinkbasin ! 1 , [new] fridge ? 1 , drawer ? 1 2 ,
 
 ``[at]`` is where the agent went last, ``[by]`` receptacles at the same spot, then what they visibly hold, what the
 agent holds, what it remembers of other places, and the receptacles it has and has not been to.  Before the first
 move it reads ``[room] [new] ..``.  Every class is followed by its condition (hot cool clean sliced on; two = two or
 more alike; closed = never opened, shut = closed again, open, new = not looked at) or at once by the separator of
 where it is: ``@`` here, ``*`` in hand, ``|`` seen elsewhere (place, then numbers), ``!`` visited, ``?`` not visited.
-In the task the separator is ``,``.  So one look-up of a class tells what to do with it.
+In the task the separator is ``,``.  So one look-up of a class tells what to do with it.  ``[new]`` is in an order worth
+following (``_turn``), so what stands after it is where to look next.
 
 What an experience model can and cannot know.  Every effect follows from state and action, so nearly every edit is
 one word.  The exception is what a place holds that this episode has not seen: that is hidden in the game, no model
@@ -26,7 +27,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Iterable, Sequence
+from typing import Iterable, Iterator, Sequence
 
 # ------------------------------------------------------------------------------------------------ what things are
 
@@ -105,6 +106,7 @@ STATION = {"clean": ("clean", "sinkbasin", CLEANABLE), "heat": ("hot", "microwav
            "cool": ("cool", "fridge", COOLABLE)}
 KINDS = ("place", "light", "clean", "heat", "cool", "two")
 CONDITIONS = ("hot", "cool", "clean", "sliced", "on")
+MARKS = frozenset("@*|!?,")
 
 
 def cls(name: str) -> str:
@@ -225,6 +227,13 @@ def _elsewhere(page: Page) -> list[str]:
     return [w for word, had, r, numbers in seen for w in (word, *had, "|", *r.split(" "), *numbers, ",")]
 
 
+def _turn(page: Page):
+    """Sort key of classes of receptacles for a search: each class in turn, as most things of a room are where few
+    receptacles are; surfaces, which take one step, before what must be opened; what can hold many things first."""
+    tried = Counter(cls(r) for r, status in page.status.items() if status != "new")
+    return lambda word: (tried[word] + (word in OPENABLE), -len(CAN_HOLD.get(word, ())), word)
+
+
 def render(page: Page) -> str:
     """Page -> abstract state."""
     words = ["[at]", *_spot(page)] if page.here else ["[room]"]
@@ -240,7 +249,8 @@ def render(page: Page) -> str:
             groups.setdefault((cls(r), page.status[r]), []).append(r.split(" ")[1])
         if groups:
             words.append(section)
-            for (word, status), numbers in sorted(groups.items()):
+            turn = _turn(page) if section == "[new]" else None
+            for (word, status), numbers in sorted(groups.items(), key=lambda g: turn(g[0][0]) if turn else g[0]):
                 words += [word, *([status] if status not in ("seen", "new") else []), mark, *numbers, ","]
     return " ".join(words)
 
@@ -515,7 +525,7 @@ class ALFWorldGrammar:
     A step changes the world by rule, so what a step earns is read on the page it leads to: ``judge`` and
     ``counterfactual`` take that page, ``outcome`` says what it means, ``decides`` which steps may end an episode.
     """
-    verdict_words = frozenset({"ok", "no", "@", "*", "|", "!", "?", ",", "two", *CONDITIONS})
+    verdict_words = MARKS | {"ok", "no", "two", *CONDITIONS}
     parse = staticmethod(parse)
     render = staticmethod(render)
 
@@ -667,19 +677,41 @@ class ALFWorldGrammar:
         return offered(state).get(action, ("nothing",))[0] in ("move", "use")
 
     def explain(self, task: str, state: str, action: str, next_state: str) -> str:
-        """What the action does and, where it could fulfil the task, the chain of look-ups: wanted, what follows it in
-        the state *before* the action (that is what the model reads), ok or no on the page after it."""
-        page, wish = parse(state), parse_task(task)
+        """What the action does and, where it could fulfil the task, what that takes, one look-up after the other up to
+        the first that fails; all are made in the state *before* the action, which is what the model reads."""
+        page = parse(state)
         verb, *rest = offered(state).get(action, ("nothing",))
-        if verb == "nothing":
-            return verb
         words = [verb]
         if verb in ("go", "open"):
             words.append("unknown" if page.status[rest[0]] in ("new", "closed") else "known")
-        if verb in (("use", "take", "go") if wish.kind == "light" else ("move",)):
-            for wanted, met in self._checks(wish, parse(next_state)):
-                words += [wanted, _follows(page, wanted, held_first=wish.kind != "two"), "ok" if met else "no"]
+        for look_up, met in self._chain(parse_task(task), page, verb, rest):
+            words += [*look_up, "ok" if met else "no"]
+            if not met:
+                break
         return " ".join(words)
+
+    @staticmethod
+    def _chain(wish: Wish, page: Page, verb: str, rest: Sequence[str]) -> Iterator[tuple[list[str], bool]]:
+        """(look-up, does it bear the task out?) of a step; nothing for a step that cannot end the episode."""
+        held = page.held and cls(page.held) == wish.obj
+        if verb in (("use", "go") if wish.kind == "light" else ("move",)):
+            yield [wish.obj, *_place_of(page, wish.obj, held_first=True)], bool(held)
+        if verb == "move" and wish.kind in STATION:
+            condition = STATION[wish.kind][0]
+            yield [condition], condition in page.conditions.get(rest[0], ())
+        if verb == "move" and wish.kind == "two":
+            yield [wish.obj, *_place_of(page, wish.obj)], any(cls(o) == wish.obj for o in page.inside.get(rest[1], ()))
+        if verb == "move" and wish.kind != "light":
+            yield [wish.recep, "to", cls(rest[1])], cls(rest[1]) == wish.recep
+        if wish.kind == "light" and verb == "use":
+            yield [wish.recep, "to", cls(rest[0])], cls(rest[0]) == wish.recep
+        if wish.kind == "light" and verb == "take":
+            yield [wish.obj, "to", cls(rest[0])], cls(rest[0]) == wish.obj
+        if wish.kind == "light" and verb in ("take", "go"):
+            there = page.here if verb == "take" else rest
+            lit = any(cls(o) == wish.recep and "on" in page.conditions.get(o, ())
+                      for r in there for o in page.inside.get(r, ()))
+            yield [wish.recep, *_entry(page, wish.recep)], lit
 
     def consider(self, task: str, state: str, history: Sequence[str] = ()) -> str:
         """What an agent should look at before it acts, in look-up form, the words as they follow each other in the state;
@@ -713,33 +745,40 @@ class ALFWorldGrammar:
             return " ".join([*item[:item.index(",")], *_place_words(page, r)])
         return " ".join([*item[:item.index("@")], "|", *r.split(" ")])
 
-    def counterfactual(self, task: str, state: str, rng: random.Random) -> str | None:
-        """Another task for the page that an action has led to: half of the time one that it fulfils, half of the time
-        one with the wrong condition or number, object or receptacle.  None where nothing in sight can be carried."""
-        page = parse(state)
-        found = [(o, r) for r in page.here if page.visible(r) for o in page.inside.get(r, ()) if cls(o) in PICKUPABLE]
-        if not found:
-            return None
-        o, r = rng.choice(sorted(found))
-        obj, recep, had = cls(o), cls(r), page.conditions.get(o, frozenset())
-        alike = sum(cls(x) == obj and place == r for x, place in found)
-        kinds = {"place": True, "two": alike > 1} | {
-            k: condition in had for k, (condition, _, fit) in STATION.items() if obj in fit}
-        kind = rng.choice([k for k, fulfilled in kinds.items() if fulfilled])
-        if rng.random() < 0.5:
-            wrong = [[(k, obj, recep) for k, fulfilled in kinds.items() if not fulfilled],
-                     [("place", x, recep) for x in sorted(CAN_HOLD.get(recep, ()))
-                      if (x, recep) not in {(cls(y), cls(place)) for y, place in found}],
-                     [(kind, obj, x) for x in sorted({cls(x) for x in page.status} - {recep})
-                      if obj in CAN_HOLD.get(x, ())]]
-            if any(wrong):
-                kind, obj, recep = rng.choice(rng.choice([group for group in wrong if group]))
-        text = Wish(kind, obj, recep).text
-        return text if text != task else None
+    def counterfactual(self, task: str, state: str, action: str, next_state: str, rng: random.Random) -> str | None:
+        """Another task for the same step: half of the time one that it fulfils, half of the time one with the wrong kind,
+        object or receptacle.  None that was fulfilled before: there the episode would have ended."""
+        page, after = parse(state), parse(next_state)
+        verb, *rest = offered(state)[action]
+        obj = page.held and cls(page.held)
+        if verb == "use":
+            kinds, recep, others = ["light"], cls(rest[0]), LAMPS
+        else:
+            recep, others = cls(rest[1]), {cls(r) for r in page.status}
+            kinds = ["place", "two", *(k for k, (_, _, fit) in STATION.items() if obj in fit)]
+        objects = {cls(o) for names in after.inside.values() for o in names} & PICKUPABLE
+        near = [[Wish(kind, obj, recep) for kind in kinds] if obj else [],
+                [Wish(rng.choice(kinds), x, recep) for x in sorted(objects - {obj})
+                 if verb == "use" or x in CAN_HOLD.get(recep, ())],
+                [Wish(rng.choice(kinds), obj, x) for x in sorted(others - {recep})
+                 if obj and (verb == "use" or obj in CAN_HOLD.get(x, ()))]]
+
+        def met(wish: Wish, page: Page) -> bool:
+            return all(fulfilled for _, fulfilled in self._checks(wish, page))
+
+        right, wrong = [], []
+        for group in near:
+            open_still = [w for w in group if w.text != task and not met(w, page)]
+            right += [w for w in open_still if met(w, after)]
+            if failed := [w for w in open_still if not met(w, after)]:
+                wrong.append(failed)
+        if right and (rng.random() < 0.5 or not wrong):
+            return rng.choice(right).text
+        return rng.choice(rng.choice(wrong)).text if wrong else None
 
     def content_words(self, text: str) -> set[str]:
-        """None: a class decides what can be done with a thing and where it belongs, so no two may be exchanged."""
-        return set()
+        """Objects that are like any other to the rules of carrying: no lamps, no knives, no receptacles."""
+        return {w for w in text.split(" ") if w in PICKUPABLE} - KNIVES - LAMPS
 
 
 def _entry(page: Page, word: str, held_first: bool = False) -> list[str]:
@@ -754,6 +793,12 @@ def _entry(page: Page, word: str, held_first: bool = False) -> list[str]:
     return [","]
 
 
+def _place_of(page: Page, word: str, held_first: bool = False) -> list[str]:
+    """``_entry`` up to the separator: the conditions, and whether it is here, in hand or elsewhere."""
+    entry = _entry(page, word, held_first)
+    return entry[:next(i for i, w in enumerate(entry) if w in MARKS) + 1]
+
+
 def _place_words(page: Page, r: str) -> list[str]:
     """A receptacle at the agent's spot as the state begins its entry: ``[at] drawer open @ 3``."""
     word, number = r.split(" ")
@@ -761,13 +806,24 @@ def _place_words(page: Page, r: str) -> list[str]:
     return ["[at]" if r == page.here[0] else "[by]", word, *status, "@", number]
 
 
+def _hidden(page: Page) -> str | None:
+    """The receptacle to look into next: a closed one at hand, the first new one, a closed one passed by."""
+    new = [r for r, status in page.status.items() if status == "new" and r not in page.here]
+    closed = sorted((r for r, status in page.status.items() if status == "closed"),
+                    key=lambda r: (r not in page.here, *_order(r)))
+    if new and not (closed and closed[0] in page.here):
+        turn = _turn(page)
+        return min(new, key=lambda r: (turn(cls(r)), _order(r)))
+    return closed[0] if closed else None
+
+
 def _search_words(page: Page) -> list[str]:
-    """Where something new may be seen next: a closed place at hand, else the first one not visited."""
-    closed = [r for r in page.here if page.status[r] == "closed"]
-    new = sorted((r for r, s in page.status.items() if s == "new" and r not in page.here), key=_order)
-    if closed:
-        return _place_words(page, closed[0])
-    return ["[new]", cls(new[0]), "?", new[0].split(" ")[1]] if new else []
+    """``_hidden`` as the state shows it: ``[at] drawer closed @ 3``, ``[new] desk ? 1`` or ``drawer closed ! 2``."""
+    r = _hidden(page)
+    if r is None or r in page.here:
+        return _place_words(page, r) if r else []
+    word, number = r.split(" ")
+    return ["[new]", word, "?", number] if page.status[r] == "new" else [word, "closed", "!", number]
 
 
 def _follows(page: Page, word: str, held_first: bool = False) -> str:
@@ -780,7 +836,7 @@ NOISY_MIX = (30, 45, 25)    # of 100 actions of the noisy policy: by the explore
 
 
 def explorer(task: str, state: str, rng: random.Random) -> str:
-    """Expert on the state's text alone: fetches what the task asks for, looking first where such things may be."""
+    """Expert on the state's text alone: fetches what the task asks for, and searches place by place until it is found."""
     wish, page = parse_task(task), parse(state)
     condition, station, _ = STATION.get(wish.kind, (None, None, None))
     held = page.held
@@ -794,18 +850,9 @@ def explorer(task: str, state: str, rng: random.Random) -> str:
     def nearest(rs: Iterable[str]) -> str:
         return min(rs, key=lambda r: (r not in page.here, page.status[r] == "new", _order(r)))
 
-    def search(word: str) -> str:
-        """Where such a thing may be before elsewhere, goal receptacles last; each class in turn, as most things of a
-        room are where few receptacles are; surfaces, which take one step, before what must be opened."""
-        hidden = [r for r, s in page.status.items() if s in ("new", "closed")]
-        if not hidden:
-            return rng.choice(sorted(commands(page)))
-        tried = Counter(cls(r) for r, s in page.status.items() if s not in ("new", "closed"))
-        r = min(sorted(hidden), key=lambda r: (
-            word not in CAN_HOLD.get(cls(r), ()) and not (word in LAMPS and cls(r) in LAMP_STANDS),
-            cls(r) == wish.recep, not (r in page.here and page.status[r] == "closed"),
-            tried[cls(r)] + (cls(r) in OPENABLE), rng.random()))
-        return reach(r) or f"examine {r}"
+    def search() -> str:
+        r = _hidden(page)
+        return rng.choice(sorted(commands(page))) if r is None else reach(r) or f"examine {r}"
 
     def known(word: str) -> list[tuple[str, str]]:
         return [(o, r) for r, names in page.inside.items() for o in names if cls(o) == word]
@@ -820,7 +867,7 @@ def explorer(task: str, state: str, rng: random.Random) -> str:
         if wish.kind == "light":
             lamps = known(wish.recep)
             if not lamps:
-                return search(wish.recep)
+                return search()
             r = nearest(r for _, r in lamps)
             return f"use {min(o for o, place in lamps if place == r)}" if r in page.here else f"go to {r}"
         if condition and condition not in page.conditions.get(held, ()):
@@ -836,7 +883,7 @@ def explorer(task: str, state: str, rng: random.Random) -> str:
     placed = set(page.inside.get(goal, ())) if goals and wish.kind == "two" else set()
     loose = [(o, r) for o, r in known(wish.obj) if o not in placed]
     if not loose:
-        return search(wish.obj)
+        return search()
     r = nearest(r for _, r in loose)
     return reach(r) or f"take {min(o for o, place in loose if place == r)} from {r}"
 

@@ -528,7 +528,7 @@ class WebShopGrammar:
         return " ".join(words)
 
     # ---------------------------------------------------------------- augmentation
-    def counterfactual(self, task: str, state: str, rng: random.Random) -> str | None:
+    def counterfactual(self, task: str, state: str, action: str, next_state: str, rng: random.Random) -> str | None:
         """Another task for the same purchase; ``judge`` on the page gives its label, no environment is asked.
 
         First a task that the page meets (options that nobody chose are left out).  Half of the tasks stay so; in a

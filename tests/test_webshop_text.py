@@ -235,7 +235,8 @@ def test_counterfactual_tasks_are_balanced_and_made_of_known_words(world):
     rng = random.Random(1)
     items = {item for task in env.tasks("train") for item in wt.task_items(task.text)}
     items |= {f"price {ten}.00" for ten in range(10, 200, 10)}
-    made = [(grammar.counterfactual(task, state, rng), task, state) for task, state, _ in purchases for _ in range(10)]
+    made = [(grammar.counterfactual(task, state, "click buy", state, rng), task, state)
+            for task, state, _ in purchases for _ in range(10)]
     labels = Counter(grammar.met(new, state) for new, _, state in made)
     assert 0.4 < labels[True] / len(made) < 0.6
     assert all(set(wt.task_items(new)) <= items | {f"price {ten}.00" for ten in range(10, 200, 10)} for new, *_ in made)
@@ -245,8 +246,8 @@ def test_counterfactual_tasks_are_balanced_and_made_of_known_words(world):
     broken = {word for cause in causes for word in cause}
     assert any(word.startswith("price") for word in broken)
     assert broken & {"wireless", "vegan"} and broken & {"red", "blue"} and broken & {"lamp", "kit"}
-    assert grammar.counterfactual(TASK, "[home]", rng) is None
-    assert GRAMMAR.counterfactual(TASK, "[item] some unknown thing | $4.5", rng) is None
+    assert grammar.counterfactual(TASK, "[home]", "", "", rng) is None
+    assert GRAMMAR.counterfactual(TASK, "[item] some unknown thing | $4.5", "", "", rng) is None
 
 
 def test_renaming_content_words_changes_nothing_but_the_words(world):
