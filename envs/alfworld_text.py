@@ -693,20 +693,21 @@ class ALFWorldGrammar:
     @staticmethod
     def _chain(wish: Wish, page: Page, verb: str, rest: Sequence[str]) -> Iterator[tuple[list[str], bool]]:
         """(look-up, does it bear the task out?) of a step; nothing for a step that cannot end the episode."""
-        held = page.held and cls(page.held) == wish.obj
-        if verb in (("use", "go") if wish.kind == "light" else ("move",)):
-            yield [wish.obj, *_place_of(page, wish.obj, held_first=True)], bool(held)
-        if verb == "move" and wish.kind in STATION:
-            condition = STATION[wish.kind][0]
-            yield [condition], condition in page.conditions.get(rest[0], ())
+        held = bool(page.held) and cls(page.held) == wish.obj
         if verb == "move" and wish.kind == "two":
             yield [wish.obj, *_place_of(page, wish.obj)], any(cls(o) == wish.obj for o in page.inside.get(rest[1], ()))
+            yield ["[hold]", cls(rest[0])], held
+        elif verb in (("use", "go") if wish.kind == "light" else ("move",)):
+            yield [wish.obj, *_place_of(page, wish.obj, held_first=True)], held
+        if verb == "move" and wish.kind in STATION:
+            condition, had = STATION[wish.kind][0], _items([page.held], page.conditions, "*")
+            yield [condition, *(had[had.index(condition) + 1:had.index("*") + 1] if condition in had else [wish.obj])], (
+                condition in had)
         if verb == "move" and wish.kind != "light":
             yield [wish.recep, "to", cls(rest[1])], cls(rest[1]) == wish.recep
-        if wish.kind == "light" and verb == "use":
-            yield [wish.recep, "to", cls(rest[0])], cls(rest[0]) == wish.recep
-        if wish.kind == "light" and verb == "take":
-            yield [wish.obj, "to", cls(rest[0])], cls(rest[0]) == wish.obj
+        if wish.kind == "light" and verb in ("use", "take"):
+            wanted = wish.recep if verb == "use" else wish.obj
+            yield [wanted, verb, cls(rest[0])], cls(rest[0]) == wanted
         if wish.kind == "light" and verb in ("take", "go"):
             there = page.here if verb == "take" else rest
             lit = any(cls(o) == wish.recep and "on" in page.conditions.get(o, ())
@@ -715,35 +716,34 @@ class ALFWorldGrammar:
 
     def consider(self, task: str, state: str, history: Sequence[str] = ()) -> str:
         """What an agent should look at before it acts, in look-up form, the words as they follow each other in the state;
-        the last look-up is the one that the next step turns on.
+        at the end, the names of what the next step turns on.
 
         A wrong thing in hand and the place at hand.  Else, with the object in hand: the station that it still needs, or
-        the goal (for a pair: where the first one lies).  Else where the object is, at hand with its place.  Where it, or
-        the lamp, has not been seen: the place at hand if it is closed, or the first place not visited.
+        the goal (for a pair: where the first one lies).  Else where the object is.  Where it, or the lamp, has not been
+        seen: where to look next.
         """
         page, wish = parse(state), parse_task(task)
-        condition, station, _ = STATION.get(wish.kind, (None, None, None))
-        if page.held and cls(page.held) != wish.obj:
-            return " ".join(["[hold]", *_items([page.held], page.conditions, "*")[:-1], *_place_words(page, page.here[0])])
-        places = [r for r, names in page.inside.items() if any(cls(o) == wish.obj for o in names)]
-        placed = [r for r in places if wish.kind == "two" and cls(r) == wish.recep]
-        if page.held:
-            words = _items([page.held], page.conditions, "*")[:-1]
-            if condition and condition not in page.conditions.get(page.held, ()):
-                return " ".join([*words, station, *_entry(page, station)[:4]])
-            if placed and not set(placed) & set(page.here):
-                return " ".join([*words, wish.obj, "|", *min(placed, key=_order).split(" ")])
-            goal = _entry(page, wish.recep)[:4]
-            return " ".join([*words, wish.recep, *goal, *(_search_words(page) if goal == [","] else [])])
-        loose = [r for r in places if r not in placed]
-        at_hand = [r for r in page.here if r in loose]
-        if not loose:
-            return " ".join([wish.obj, ",", *_search_words(page)])
-        r = (at_hand or sorted(loose, key=_order))[0]
-        item = _items([o for o in page.inside[r] if cls(o) == wish.obj], page.conditions, "@")
-        if at_hand:
-            return " ".join([*item[:item.index(",")], *_place_words(page, r)])
-        return " ".join([*item[:item.index("@")], "|", *r.split(" ")])
+        held = _items([page.held], page.conditions, "*")[:-1] if page.held else []
+        if held and held[0] != wish.obj:
+            return " ".join(["[hold]", *held, *_place_words(page, page.here[0]), page.held, page.here[0]])
+        if not held:
+            if not (sources := _sources(wish, page)):
+                return " ".join([wish.obj, ",", *_search_words(page)])
+            r = sources[0]
+            item = _items([o for o in page.inside[r] if cls(o) == wish.obj], page.conditions, "@")
+            if r not in page.here:
+                return " ".join([*item[:item.index("@")], "|", r])
+            return " ".join([*item[:item.index(",")], *_place_words(page, r), _pick(wish, page, r), r])
+        if (r := _placed(wish, page)) and r not in page.here:
+            return " ".join([*held, wish.obj, "|", r, page.held, r])
+        wanted = wish.recep if _ready(wish, page) else STATION[wish.kind][1]
+        entry = _entry(page, wanted)
+        if wish.kind != "light":
+            r = _first(page, wanted)
+            return " ".join([*held, wanted, *_place_of(page, wanted), r.split(" ")[1], page.held, r])
+        if entry == [","]:
+            return " ".join([*held, wanted, ",", *_search_words(page)])
+        return " ".join([*held, wanted, *(entry[:entry.index("|") + 3] if "|" in entry else [*entry, wanted, entry[-1]])])
 
     def counterfactual(self, task: str, state: str, action: str, next_state: str, rng: random.Random) -> str | None:
         """Another task for the same step: half of the time one that it fulfils, half of the time one with the wrong kind,
@@ -773,7 +773,8 @@ class ALFWorldGrammar:
             if failed := [w for w in open_still if not met(w, after)]:
                 wrong.append(failed)
         if right and (rng.random() < 0.5 or not wrong):
-            return rng.choice(right).text
+            special = [w for w in right if w.kind in (*STATION, "two")]              # rarer: two out of three where there are any
+            return rng.choice(special if special and rng.random() < 2 / 3 else right).text
         return rng.choice(rng.choice(wrong)).text if wrong else None
 
     def content_words(self, text: str) -> set[str]:
@@ -806,6 +807,37 @@ def _place_words(page: Page, r: str) -> list[str]:
     return ["[at]" if r == page.here[0] else "[by]", word, *status, "@", number]
 
 
+def _first(page: Page, word: str) -> str:
+    """The first receptacle of a class that the state lists: at hand, else visited, else new."""
+    return min((r for r in page.status if cls(r) == word), key=lambda r: (
+        page.here.index(r) if r in page.here else len(page.here), page.status[r] == "new",
+        page.status[r] if page.status[r] != "seen" else "", _order(r)))
+
+
+def _placed(wish: Wish, page: Page) -> str | None:
+    """Where the first of a pair lies already: the receptacle of the wanted class that holds most of them."""
+    there = {r: sum(cls(o) == wish.obj for o in names) for r, names in page.inside.items() if cls(r) == wish.recep}
+    found = [r for r, n in there.items() if n and wish.kind == "two"]
+    return min(found, key=lambda r: (-there[r], r not in page.here, _order(r))) if found else None
+
+
+def _sources(wish: Wish, page: Page) -> list[str]:
+    """The receptacles that hold what is to be fetched, nearest first; the one where a pair grows is none."""
+    found = [r for r, names in page.inside.items() if any(cls(o) == wish.obj for o in names) and r != _placed(wish, page)]
+    return sorted(found, key=lambda r: (page.here.index(r) if r in page.here else len(page.here), _order(r)))
+
+
+def _pick(wish: Wish, page: Page, r: str) -> str:
+    """The object to take from there, the first that the state lists."""
+    word, _, numbers = _group([o for o in page.inside[r] if cls(o) == wish.obj], page.conditions)[0]
+    return f"{word} {numbers[0]}"
+
+
+def _ready(wish: Wish, page: Page) -> bool:
+    """Need nothing more be done to the object in hand?"""
+    return wish.kind not in STATION or STATION[wish.kind][0] in page.conditions.get(page.held, ())
+
+
 def _hidden(page: Page) -> str | None:
     """The receptacle to look into next: a closed one at hand, the first new one, a closed one passed by."""
     new = [r for r, status in page.status.items() if status == "new" and r not in page.here]
@@ -818,12 +850,12 @@ def _hidden(page: Page) -> str | None:
 
 
 def _search_words(page: Page) -> list[str]:
-    """``_hidden`` as the state shows it: ``[at] drawer closed @ 3``, ``[new] desk ? 1`` or ``drawer closed ! 2``."""
+    """``_hidden`` as the state shows it, and its name: ``[at] drawer closed @ 3 drawer 3``, ``[new] desk ? 1 desk 1``."""
     r = _hidden(page)
     if r is None or r in page.here:
-        return _place_words(page, r) if r else []
+        return [*_place_words(page, r), r] if r else []
     word, number = r.split(" ")
-    return ["[new]", word, "?", number] if page.status[r] == "new" else [word, "closed", "!", number]
+    return [*(["[new]", word, "?"] if page.status[r] == "new" else [word, "closed", "!"]), number, r]
 
 
 def _follows(page: Page, word: str, held_first: bool = False) -> str:
@@ -838,7 +870,6 @@ NOISY_MIX = (30, 45, 25)    # of 100 actions of the noisy policy: by the explore
 def explorer(task: str, state: str, rng: random.Random) -> str:
     """Expert on the state's text alone: fetches what the task asks for, and searches place by place until it is found."""
     wish, page = parse_task(task), parse(state)
-    condition, station, _ = STATION.get(wish.kind, (None, None, None))
     held = page.held
 
     def reach(r: str) -> str | None:
@@ -847,45 +878,32 @@ def explorer(task: str, state: str, rng: random.Random) -> str:
             return f"go to {r}"
         return f"open {r}" if page.status[r] in ("closed", "shut") else None
 
-    def nearest(rs: Iterable[str]) -> str:
-        return min(rs, key=lambda r: (r not in page.here, page.status[r] == "new", _order(r)))
-
     def search() -> str:
         r = _hidden(page)
         return rng.choice(sorted(commands(page))) if r is None else reach(r) or f"examine {r}"
 
-    def known(word: str) -> list[tuple[str, str]]:
-        return [(o, r) for r, names in page.inside.items() for o in names if cls(o) == word]
-
-    goals = [r for r in page.status if cls(r) == wish.recep]
-    # both objects of a pair must end in one receptacle: the one that already has the most of them
-    if goals:
-        goal = max(goals, key=lambda r: (sum(cls(o) == wish.obj and o != held for o in page.inside.get(r, ()))
-                                         if wish.kind == "two" else 0, r in page.here, page.status[r] != "new",
-                                         -_order(r)[1]))
-    if held and cls(held) == wish.obj:
-        if wish.kind == "light":
-            lamps = known(wish.recep)
-            if not lamps:
-                return search()
-            r = nearest(r for _, r in lamps)
-            return f"use {min(o for o, place in lamps if place == r)}" if r in page.here else f"go to {r}"
-        if condition and condition not in page.conditions.get(held, ()):
-            r = nearest(r for r in page.status if cls(r) == station)
-            return f"{wish.kind} {held} with {r}" if r in page.here else f"go to {r}"
-        return reach(goal) or f"move {held} to {goal}"
-    if held:                                         # the wrong thing: put it down where it may lie
+    if not held:
+        if not (sources := _sources(wish, page)):
+            return search()
+        return reach(sources[0]) or f"take {_pick(wish, page, sources[0])} from {sources[0]}"
+    if cls(held) != wish.obj:                        # put it down where it may lie
         spots = [r for r in page.status if cls(held) in CAN_HOLD.get(cls(r), ()) and cls(r) != wish.recep]
         if not spots:
             return rng.choice(sorted(commands(page)))
-        r = nearest(spots)
+        r = min(spots, key=lambda r: (r not in page.here, page.status[r] == "new", _order(r)))
         return reach(r) or f"move {held} to {r}"
-    placed = set(page.inside.get(goal, ())) if goals and wish.kind == "two" else set()
-    loose = [(o, r) for o, r in known(wish.obj) if o not in placed]
-    if not loose:
-        return search()
-    r = nearest(r for _, r in loose)
-    return reach(r) or f"take {min(o for o, place in loose if place == r)} from {r}"
+    if wish.kind == "light":
+        lamps = [(r not in page.here, _order(r), _order(o), o, r) for r, names in page.inside.items() for o in names
+                 if cls(o) == wish.recep]
+        if not lamps:
+            return search()
+        away, *_, lamp, r = min(lamps)
+        return f"go to {r}" if away else f"use {lamp}"
+    if not _ready(wish, page):
+        r = _first(page, STATION[wish.kind][1])
+        return f"{wish.kind} {held} with {r}" if r in page.here else f"go to {r}"
+    r = _placed(wish, page) or _first(page, wish.recep)
+    return reach(r) or f"move {held} to {r}"
 
 
 def _anything(task: str, state: str, rng: random.Random) -> str:

@@ -161,12 +161,12 @@ def test_judge_trace_and_counterfactuals():
     assert GRAMMAR.judge(task, after) == [("mug", "hot", True), ("coffeemachine", "@", True)]
     assert GRAMMAR.judge(task, before) == [("mug", "hot", False), ("coffeemachine", "@", True)]
     assert GRAMMAR.outcome(task, before, action, after) == (True, True) and GRAMMAR.decides(before, action)
-    assert GRAMMAR.explain(task, before, action, after) == "move mug hot * ok hot ok coffeemachine to coffeemachine ok"
+    assert GRAMMAR.explain(task, before, action, after) == "move mug hot * ok hot * ok coffeemachine to coffeemachine ok"
     for other in ("put cool mug , in coffeemachine ,", "put two mug , in coffeemachine ,", "put hot mug , in desk ,"):
         assert GRAMMAR.outcome(other, before, action, after) == (False, False)
-    for other, chain in (("put hot mug , in desk ,", "mug hot * ok hot ok desk to coffeemachine no"),
-                         ("put cool mug , in coffeemachine ,", "mug hot * ok cool no"),
-                         ("put two mug , in coffeemachine ,", "mug hot * ok mug hot * no"),
+    for other, chain in (("put hot mug , in desk ,", "mug hot * ok hot * ok desk to coffeemachine no"),
+                         ("put cool mug , in coffeemachine ,", "mug hot * ok cool mug no"),
+                         ("put two mug , in coffeemachine ,", "mug hot * no"),
                          ("put pen , in coffeemachine ,", "pen , no"), ("look at mug , under desklamp ,", "")):
         assert GRAMMAR.explain(other, before, action, after) == f"move {chain}".strip()
     rng = random.Random(0)
@@ -184,33 +184,37 @@ def test_judge_trace_and_counterfactuals():
     lamp = "[at] desk @ 1 : desklamp on @ 1 , [hold] book * 1 ,"
     assert [met for *_, met in GRAMMAR.judge("look at book , under desklamp ,", lamp)] == [True, True]
     assert GRAMMAR.explain(task, before, "fly", before) == "nothing"
-    for action, chain in (("take pen 1 from desk 1", "take pen to pen ok desklamp on @ 1 ok"),
-                          ("take mug 1 from desk 1", "take pen to mug no")):
+    for action, chain in (("take pen 1 from desk 1", "take pen take pen ok desklamp on @ 1 ok"),
+                          ("take mug 1 from desk 1", "take pen take mug no")):
         desk = "[at] desk @ 1 : desklamp on @ 1 , mug @ 1 , pen @ 1 ,"
         assert GRAMMAR.explain("look at pen , under desklamp ,", desk, action, "") == chain
 
 
 @pytest.mark.parametrize("task, state, thought", [
     ("put hot mug , in coffeemachine ,", "[at] shelf @ 1 : [hold] mug hot * 1 , [new] coffeemachine ? 1 ,",
-     "mug hot * 1 coffeemachine ? 1"),
+     "mug hot * 1 coffeemachine ? 1 mug 1 coffeemachine 1"),
     ("put hot mug , in coffeemachine ,", "[at] shelf @ 1 : [hold] mug * 1 , [new] coffeemachine ? 1 , microwave ? 1 ,",
-     "mug * 1 microwave ? 1"),
-    ("put bread , in sinkbasin ,", STATE, "[hold] apple clean * 1 [at] countertop @ 1"),
-    ("put apple , in drawer ,", STATE, "apple clean * 1 drawer closed @ 3"),
-    ("put mug , in drawer ,", STATE.replace("[hold] apple clean * 1 , ", ""), "mug hot two @ 1 2 [at] countertop @ 1"),
+     "mug * 1 microwave ? 1 mug 1 microwave 1"),
+    ("put bread , in sinkbasin ,", STATE, "[hold] apple clean * 1 [at] countertop @ 1 apple 1 countertop 1"),
+    ("put apple , in drawer ,", STATE, "apple clean * 1 drawer closed @ 3 apple 1 drawer 3"),
+    ("put mug , in drawer ,", STATE.replace("[hold] apple clean * 1 , ", ""), "mug hot two @ 1 2 [at] countertop @ 1 mug 1 countertop 1"),
     ("put bread , in desk ,", STATE.replace("[hold] apple clean * 1 , ", ""), "bread | cabinet 3"),
-    ("put pen , in desk ,", STATE.replace("[hold] apple clean * 1 , ", ""), "pen , [by] drawer closed @ 3"),
-    ("put pen , in desk ,", "[at] bed @ 1 : [new] desk ? 1 2 ,", "pen , [new] desk ? 1"),
+    ("put pen , in desk ,", STATE.replace("[hold] apple clean * 1 , ", ""), "pen , [by] drawer closed @ 3 drawer 3"),
+    ("put pen , in desk ,", "[at] bed @ 1 : [new] desk ? 1 2 ,", "pen , [new] desk ? 1 desk 1"),
     ("put pen , in desk ,", "[at] bed @ 1 : [visited] desk ! 1 ,", "pen ,"),
     ("look at book , under desklamp ,", "[at] bed @ 1 : [hold] book * 1 , [new] desk ? 1 ,",
-     "book * 1 desklamp , [new] desk ? 1"),
+     "book * 1 desklamp , [new] desk ? 1 desk 1"),
     ("put two cd , in desk ,", "[at] bed @ 1 : [seen] cd | desk 1 2 , [visited] desk ! 1 , [new] drawer ? 1 2 ,",
-     "cd , [new] drawer ? 1"),
+     "cd , [new] drawer ? 1 drawer 1"),
     ("put cd , in drawer ,", "[at] bed @ 1 : [seen] cd | desk 1 2 , [visited] desk ! 1 , [new] drawer ? 1 2 ,",
      "cd | desk 1"),
+    ("look at book , under desklamp ,", "[at] bed @ 1 : [hold] book * 1 , [seen] desklamp on | desk 2 1 , [visited] desk ! 2 ,",
+     "book * 1 desklamp on | desk 2"),
+    ("look at book , under desklamp ,", "[at] desk @ 2 : desklamp @ 1 , [hold] book * 1 ,",
+     "book * 1 desklamp @ 1 desklamp 1"),
     ("put two cd , in desk ,", "[at] bed @ 1 : [hold] cd * 1 , [seen] cd | desk 2 2 , [visited] desk ! 1 2 ,",
-     "cd * 1 cd | desk 2"),
-    ("put two cd , in desk ,", "[at] desk @ 2 : cd @ 2 , [hold] cd * 1 , [visited] desk ! 1 ,", "cd * 1 desk @ 2"),
+     "cd * 1 cd | desk 2 cd 1 desk 2"),
+    ("put two cd , in desk ,", "[at] desk @ 2 : cd @ 2 , [hold] cd * 1 , [visited] desk ! 1 ,", "cd * 1 desk @ 2 cd 1 desk 2"),
 ])
 def test_thoughts_end_with_what_the_next_step_turns_on(task, state, thought):
     assert parse(state) and GRAMMAR.consider(task, state) == thought
