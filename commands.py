@@ -357,7 +357,8 @@ JUDGED = 0.004                 # one prediction of the experience model in a lar
 TURN = 0.017                   # a turn of RL with its share of the update
 GROWTH = 1.5                   # writing tasks, an iteration
 EVALUATED = 0.0075             # a turn of an evaluation
-TURNS = 6                      # of a usual episode
+TURNS = {"webshop": 6, "alfworld": 17}                         # of a usual episode
+LONGER = {"webshop": 1.0, "alfworld": 2.7}                     # its texts, in the time that a turn takes
 
 
 def speed(processes: int) -> float:
@@ -382,10 +383,10 @@ def speed(processes: int) -> float:
 
 
 def expected(cfg: Config) -> dict[str, float] | None:
-    """Seconds by part at REFERENCE speed; None for backbones and environments that were not measured."""
+    """Seconds by part at REFERENCE speed; None for backbones that were not measured."""
     import dreamgym
     if cfg.policy_model.name != "tiny" or cfg.mexp_model.name != "tiny" or cfg.mexp.endpoint or (
-            cfg.mexp.teacher != "rules") or cfg.env.name != "webshop":
+            cfg.mexp.teacher != "rules"):
         return None
     stages, processes = dreamgym.RL_STAGES[cfg.run.method], cfg.run.processes
 
@@ -399,7 +400,8 @@ def expected(cfg: Config) -> dict[str, float] | None:
 
     training = [supervised(cfg.policy, cfg.policy_model)]
     training += [supervised(cfg.mexp, cfg.mexp_model)] if "dream" in stages else []
-    policy, mexp, turns = weight(cfg.policy_model), weight(cfg.mexp_model), min(TURNS, cfg.env.max_steps)
+    longer, turns = LONGER[cfg.env.name], min(TURNS[cfg.env.name], cfg.env.max_steps)
+    policy, mexp = longer * weight(cfg.policy_model), longer * weight(cfg.mexp_model)
     parts = {"offline data": SCRIPTED * sum(dict(cfg.collect).values()),
              "supervised training": START + (max(training) if processes > 1 else sum(training))}
     if "dream" in stages:
@@ -428,8 +430,7 @@ def estimate(cfg: Config) -> str:
     """The expected time of a whole run, for its start; half a second of calibration."""
     parts = expected(cfg)
     if parts is None:
-        return ("expected time: only known for the tiny models on webshop, without servers; the progress lines tell after "
-                "the first steps")
+        return "expected time: only known for the tiny models without servers; the progress lines tell after the first steps"
     slower = REFERENCE / speed(cfg.run.processes)
     parts = {name: seconds * slower for name, seconds in parts.items()}
     total = sum(parts.values())

@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import json
 import random
+import re
 import sys
 import tempfile
 import time
@@ -258,21 +259,36 @@ def training_grammar(world: World, offline: Sequence[Transition]) -> Grammar:
 
 class CloningRows:
     """Rows for behaviour cloning, content words renamed in a share: the steps of the offline episodes that succeeded, or
-    (``demonstrations: all``) of all episodes of those who meant well, their mistakes included."""
+    (``demonstrations: all``) of all episodes of those who meant well, their mistakes included.
+
+    Thoughts of one kind are alike but for numbers and content words; a kind is drawn by the root of its frequency.  What
+    is rare (a results page seen for the third time, 1 in 200) must be read as well as the rest: a thought that misreads it
+    says so in every sample, and RL finds no other to prefer.
+    """
 
     def __init__(self, offline: Sequence[Transition], grammar: Grammar, fmt: formats.PolicyFormat, rename: float,
                  reasoning: bool, demonstrations: str):
         won = {t.episode for t in offline if t.success}
         chosen = [t for t in offline if t.episode.startswith(("expert-", "noisy-"))] if demonstrations == "all" else [
             t for t in offline if t.episode in won]
-        self.steps = [t for t in chosen if t.next_state != t.state]
+        steps = [t for t in chosen if t.next_state != t.state]
         self.grammar, self.fmt, self.rename, self.reasoning = grammar, fmt, rename, reasoning
-        self.words = content_words(grammar, self.steps)
+        self.words = content_words(grammar, steps)
+        kinds: dict[tuple[str, ...], list[Transition]] = {}
+        for t in steps:
+            thought = self.thought(t)
+            content = grammar.content_words(thought)
+            kinds.setdefault(tuple(w for w in thought.split(" ") if w not in content and not re.search(r"\d", w)), []).append(t)
+        self.kinds = list(kinds.values())
+        self.weights = list(itertools.accumulate(len(kind) ** 0.5 for kind in self.kinds))
+
+    def thought(self, t: Transition) -> str:
+        return self.grammar.consider(t.task, t.state, t.history) if self.reasoning else ""
 
     def draw(self, rng: random.Random) -> llm.Row:
-        t = rng.choice(self.steps)
+        t = rng.choice(*rng.choices(self.kinds, cum_weights=self.weights))
         names = random_names(self.words, rng) if rng.random() < self.rename else {}
-        thought = self.grammar.consider(t.task, t.state, t.history) if self.reasoning else ""
+        thought = self.thought(t)
         task, state, action, thought, *history = (rename(text, names)
                                                   for text in (t.task, t.state, t.action, thought, *t.history))
         offered = [rename(text, names) for text in self.grammar.admissible(t.state)]
