@@ -276,7 +276,7 @@ def contradictions(c: Config) -> Iterator[tuple[str, str]]:
 
     for key, value in (("rl.rename", c.rl.rename), ("mexp.invent", c.mexp.invent)):
         if c.env.name == "alfworld" and value:
-            yield key, f"{value:g}: ALFWorld's rules know their words by name, others cannot be played with: set it to 0"
+            yield key, f"{value:g}: ALFWorld's states cannot be read with other words than their own: set it to 0"
 
     for name, sft in (("policy", c.policy), ("mexp", c.mexp)):
         model: ModelSection = getattr(c, f"{name}_model")
@@ -694,8 +694,8 @@ def load_run(folder: str | os.PathLike, overrides: Sequence[str] = ()) -> Config
     path = Path(folder) / "config.yaml"
     text, found = _read_text(path), len(_layers(path)[0])
     if not text.startswith(f"# {found} values\n") or not text.endswith("\n"):
-        raise UserError(f"{path}: not whole: its first line promises {_show(text.partition(chr(10))[0])}, it holds {found}; "
-                        "restore it")
+        raise UserError(f"{path}: not whole, or of an older version: its first line should say {found} values and its last "
+                        "one be complete; restore it")
     return load(path, None, overrides)[0]
 
 

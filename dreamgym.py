@@ -640,7 +640,7 @@ def measure_fidelity(cfg: Config, run: Run) -> None:
     held_out = fidelity.held_out_transitions(world, grammar, "validation", episodes, cfg.run.seed, cfg.env.max_steps)
     run.ledger.add("validation", len(held_out), sum(episodes.values()))
     found = fidelity.teacher_forced(model, held_out)
-    for renamed in (None, "unseen") if cfg.mexp.invent else (None,):
+    for renamed in (None, "unseen") if grammar.open_vocabulary else (None,):
         found |= fidelity.balanced_purchases(model, held_out, GATE_PURCHASES,
                                              random.Random(derive_seed(cfg.run.seed, "gate")), renamed)
     write_whole(run.path("fidelity.json"), json.dumps(found, indent=1) + "\n")

@@ -364,9 +364,8 @@ def on_policy_errors(policy: llm.LM, fmt: rollouts.PromptFormat, dream: DreamEnv
 
 
 def measure(policy: llm.LM, fmt: rollouts.PromptFormat, dream: DreamEnv, world: World, tasks: Sequence[Task],
-            transitions: Sequence[Transition], purchases: int = 240, seed: int = 0, unseen: bool = True, **play) -> dict:
-    """Everything: ``transitions`` are real ones of held-out tasks, ``tasks`` the held-out tasks that the policy plays;
-    ``unseen``: final steps in words that no training text holds, too.
+            transitions: Sequence[Transition], purchases: int = 240, seed: int = 0, **play) -> dict:
+    """Everything: ``transitions`` are real ones of held-out tasks, ``tasks`` the held-out tasks that the policy plays.
 
     Adds ``wm2real_over_real`` (section 11.5), ``gap`` = J_Mhat - J_M, and the real interactions: ``real_transitions``
     and ``real_episodes``, those of ``transitions`` not counted.
@@ -374,7 +373,7 @@ def measure(policy: llm.LM, fmt: rollouts.PromptFormat, dream: DreamEnv, world: 
     rng = random.Random(f"fidelity/{seed}")
     found = teacher_forced(dream.model, transitions)
     found |= balanced_purchases(dream.model, transitions, purchases, rng)
-    if unseen:
+    if dream.grammar.open_vocabulary:
         found |= balanced_purchases(dream.model, transitions, purchases, rng, renamed="unseen")
     found |= imagined(policy, fmt, dream, world, tasks, **play)
     found |= on_policy_errors(policy, fmt, dream, world, tasks, **play)
@@ -465,8 +464,7 @@ def main() -> int:
     temperature = cfg.eval.temperature if args.temperature is None else args.temperature
     generator = torch.Generator(policy.device).manual_seed(derive_seed(cfg.run.seed, "fidelity", stage))
     found = measure(policy, fmt, DreamEnv(model, cfg.env.max_steps, cfg.rl.reward_source), world,
-                    world.tasks[args.split][:args.tasks], transitions, unseen=cfg.mexp.invent > 0,
-                    temperature=temperature, generator=generator,
+                    world.tasks[args.split][:args.tasks], transitions, temperature=temperature, generator=generator,
                     **dreamgym.limits(cfg, cfg.env.max_steps))
     found["real_transitions"] += len(transitions)
     found["real_episodes"] += args.episodes * len(dict(cfg.collect))

@@ -18,6 +18,7 @@ import llm
 from buffer import ReplayBuffer, Transition
 from endpoint import EndpointLM
 from envs import Grammar, Task
+from rollouts import INVALID_ACTION
 
 
 @dataclass
@@ -157,8 +158,8 @@ class ExperienceModel:
 class DreamEnv:
     """The synthetic MDP: N episodes side by side inside the experience model.  No real transition is ever made.
 
-    Speaks the batched protocol of ``rl.rollout``.  A step that the model could not write down ends its episode as a
-    failure, never as a success.  ``reward_source``: ``model`` believes the model's success flag (the paper),
+    Speaks the batched protocol of ``rollouts.rollout``.  An answer without an action changes nothing and is not asked
+    about; a step that the model could not write down ends its episode as a failure, never as a success.  ``reward_source``: ``model`` believes the model's success flag (the paper),
     ``rules`` asks the grammar's judge about the dreamed page (dynamics stay dreamed).
     """
 
@@ -182,7 +183,9 @@ class DreamEnv:
         for i, a in zip(index, actions):
             self.queries[i].action = a
         queries = [self.queries[i] for i in index]
-        return [self._advance(q, p) for q, p in zip(queries, self.model.predict(queries))]
+        asked = iter(self.model.predict([q for q in queries if q.action != INVALID_ACTION]))
+        return [self._advance(q, next(asked) if q.action != INVALID_ACTION else
+                              Prediction("", "[same]", q.state, False, False)) for q in queries]
 
     def outcome(self, q: Query, p: Prediction | None) -> tuple[Prediction, float]:
         """The step as this dream takes it, and its graded score."""
@@ -198,7 +201,7 @@ class DreamEnv:
         p, score = self.outcome(q, predicted)
         success = p.success
         reward = float(p.done and success)
-        invalid = not p.done and p.next_state == q.state
+        invalid = not p.done and p.next_state == q.state and q.action not in self.grammar.admissible(q.state)
         self.transitions.append(Transition(q.state, q.action, p.next_state, reward, p.done, success, q.task_id, q.task,
                                            q.episode, len(q.history), "dream", list(q.history), p.reasoning))
         q.past.append(q.state)
@@ -253,8 +256,8 @@ class TrainingRows:
     """Rows for Eq. 5 out of real transitions; ``draw(rng)`` makes one, augmented.
 
     Demonstrations are retrieved as at run time, never from the same episode or task.  Two augmentations need no
-    environment: *counterfactual purchases* (a final page with a changed task, judged by the rule on the page's
-    text) and *renaming* (content words replaced by a random bijection of themselves, in a share ``invent`` of these
+    environment: *counterfactual purchases* (a deciding step with a changed task, judged by the rule on the text)
+    and *renaming* (content words replaced by a random bijection of themselves, in a share ``invent`` of these
     rows by invented words, so that they must be copied from the context instead of being remembered).
     """
 

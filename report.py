@@ -585,12 +585,14 @@ def browser_data(runs: Sequence[RunData]) -> tuple[list[dict], list[str], int]:
         dreamed = choose(list(episodes.by_file["dream.jsonl"].values()), max(1, DREAMED // len(runs)))
         demos: dict[str, list[list[Transition]]] = {}
         replays: dict[str, list[Replayed] | None] = {}
+        done: dict[str, list[Replayed] | None] = {}
         try:
             demos = episodes.demonstrations(dreamed) if dreamed else {}
             with Progress(f"report {run.name}", len(dreamed)) as progress:
                 for e in dreamed:
-                    replays[e[0].episode] = episodes.replay(e)
+                    done[e[0].episode] = episodes.replay(e)
                     progress.update(1)
+            replays = done
         except UserError as error:
             notes.append(f"{run.name}: no demonstrations and no real counterparts: {error}")
         cost += episodes.replayed

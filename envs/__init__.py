@@ -58,8 +58,10 @@ class Grammar(Protocol):
     know?  and ``move(state, action)``: what the step does, in a word or two, for tables.
 
     ``verdict_words``: the words of a trace that carry a verdict or the place of a look-up; they weigh more in training.
+    ``open_vocabulary``: may words appear that no training text holds?
     """
     verdict_words: frozenset[str]
+    open_vocabulary: bool
 
     def parse(self, state: str) -> Any:
         """Inverse of the rendering; raises ValueError on text that is no state."""
@@ -104,7 +106,7 @@ class Grammar(Protocol):
         """Reasoning trace R* of one transition in look-up form (teacher ``rules``)."""
 
     def counterfactual(self, task: str, state: str, action: str, next_state: str, rng) -> str | None:
-        """Another task text for the same step that ``decides``, some checks broken at random; None where none can be made."""
+        """Another task text for the same step that ``decides``, some checks broken at random; None where there is none."""
 
     def consider(self, task: str, state: str, history: list[str]) -> str:
         """What an agent should look at before it acts, in look-up form: the thought of a cloned policy."""

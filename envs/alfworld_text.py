@@ -220,16 +220,21 @@ def _spot(page: Page) -> list[str]:
     return words
 
 
+def _out_of_sight(page: Page) -> list[tuple[str, list[str], str, list[str]]]:
+    """(class, conditions, receptacle, numbers) of what was seen and does not lie open before the agent, as listed."""
+    found = [(word, had, r, numbers) for r, names in page.inside.items() if not page.visible(r)
+             for word, had, numbers in _group(names, page.conditions)]
+    return sorted(found, key=lambda one: (one[0], one[1], _order(one[2])))
+
+
 def _elsewhere(page: Page) -> list[str]:
     """The ``[seen] ..`` part, without its head."""
-    seen = sorted((word, had, r, numbers) for r, names in page.inside.items() if not page.visible(r)
-                  for word, had, numbers in _group(names, page.conditions))
-    return [w for word, had, r, numbers in seen for w in (word, *had, "|", *r.split(" "), *numbers, ",")]
+    return [w for word, had, r, numbers in _out_of_sight(page) for w in (word, *had, "|", *r.split(" "), *numbers, ",")]
 
 
 def _turn(page: Page):
-    """Sort key of classes of receptacles for a search: each class in turn, as most things of a room are where few
-    receptacles are; surfaces, which take one step, before what must be opened; what can hold many things first."""
+    """Sort key of classes of receptacles for a search: those of which fewest were visited, what must be opened counting
+    as one more; then those that can hold most kinds of things; then by name."""
     tried = Counter(cls(r) for r, status in page.status.items() if status != "new")
     return lambda word: (tried[word] + (word in OPENABLE), -len(CAN_HOLD.get(word, ())), word)
 
@@ -249,8 +254,9 @@ def render(page: Page) -> str:
             groups.setdefault((cls(r), page.status[r]), []).append(r.split(" ")[1])
         if groups:
             words.append(section)
-            turn = _turn(page) if section == "[new]" else None
-            for (word, status), numbers in sorted(groups.items(), key=lambda g: turn(g[0][0]) if turn else g[0]):
+            turn = _turn(page)
+            for (word, status), numbers in sorted(groups.items(),
+                                                  key=lambda g: turn(g[0][0]) if mark == "?" else g[0]):
                 words += [word, *([status] if status not in ("seen", "new") else []), mark, *numbers, ","]
     return " ".join(words)
 
@@ -522,10 +528,11 @@ class ALFWorldGrammar:
     """The text side of ALFWorld (protocol ``envs.Grammar``).  States of the training data teach it which things are
     found in which kind of room; all else follows from the rules.
 
-    A step changes the world by rule, so what a step earns is read on the page it leads to: ``judge`` and
-    ``counterfactual`` take that page, ``outcome`` says what it means, ``decides`` which steps may end an episode.
+    A step changes the world by rule, so what a step earns is read on the page it leads to: ``judge`` takes that page,
+    ``outcome`` says what it means, ``decides`` which steps may end an episode.
     """
     verdict_words = MARKS | {"ok", "no", "two", *CONDITIONS}
+    open_vocabulary = False
     parse = staticmethod(parse)
     render = staticmethod(render)
 
@@ -649,7 +656,7 @@ class ALFWorldGrammar:
         that the game has lying in a second receptacle the agent has not looked into.
         """
         page = parse(state)
-        return [(word, _follows(page, word), met) for word, met in self._checks(parse_task(task), page)]
+        return [(word, _entry(page, word)[0], met) for word, met in self._checks(parse_task(task), page)]
 
     @staticmethod
     def _checks(wish: Wish, page: Page) -> list[tuple[str, bool]]:
@@ -684,15 +691,16 @@ class ALFWorldGrammar:
         words = [verb]
         if verb in ("go", "open"):
             words.append("unknown" if page.status[rest[0]] in ("new", "closed") else "known")
-        for look_up, met in self._chain(parse_task(task), page, verb, rest):
+        for look_up, met in self._chain(parse_task(task), page, verb, rest, next_state):
             words += [*look_up, "ok" if met else "no"]
             if not met:
                 break
         return " ".join(words)
 
     @staticmethod
-    def _chain(wish: Wish, page: Page, verb: str, rest: Sequence[str]) -> Iterator[tuple[list[str], bool]]:
-        """(look-up, does it bear the task out?) of a step; nothing for a step that cannot end the episode."""
+    def _chain(wish: Wish, page: Page, verb: str, rest: Sequence[str],
+               next_state: str) -> Iterator[tuple[list[str], bool]]:
+        """(look-up, does it speak for success?) of a step; nothing for a step that cannot end the episode."""
         held = bool(page.held) and cls(page.held) == wish.obj
         if verb == "move" and wish.kind == "two":
             yield [wish.obj, *_place_of(page, wish.obj)], any(cls(o) == wish.obj for o in page.inside.get(rest[1], ()))
@@ -701,84 +709,86 @@ class ALFWorldGrammar:
             yield [wish.obj, *_place_of(page, wish.obj, held_first=True)], held
         if verb == "move" and wish.kind in STATION:
             condition, had = STATION[wish.kind][0], _items([page.held], page.conditions, "*")
-            yield [condition, *(had[had.index(condition) + 1:had.index("*") + 1] if condition in had else [wish.obj])], (
-                condition in had)
+            after = had[had.index(condition) + 1:had.index("*") + 1] if condition in had else [wish.obj]
+            yield [condition, *after], condition in had
         if verb == "move" and wish.kind != "light":
             yield [wish.recep, "to", cls(rest[1])], cls(rest[1]) == wish.recep
         if wish.kind == "light" and verb in ("use", "take"):
             wanted = wish.recep if verb == "use" else wish.obj
             yield [wanted, verb, cls(rest[0])], cls(rest[0]) == wanted
         if wish.kind == "light" and verb in ("take", "go"):
-            there = page.here if verb == "take" else rest
-            lit = any(cls(o) == wish.recep and "on" in page.conditions.get(o, ())
-                      for r in there for o in page.inside.get(r, ()))
-            yield [wish.recep, *_entry(page, wish.recep)], lit
+            there = page.here if verb == "take" else parse(next_state).here
+            lamps = [(o, r) for o, r in _lamps(page, wish.recep) if r in there and "on" in page.conditions.get(o, ())]
+            shown = _as_seen(page, *lamps[0]) if lamps else _place_of(page, wish.recep)
+            yield [wish.recep, *shown], bool(lamps)
 
     def consider(self, task: str, state: str, history: Sequence[str] = ()) -> str:
-        """What an agent should look at before it acts, in look-up form, the words as they follow each other in the state;
-        at the end, the names of what the next step turns on.
+        """What an agent should look at before it acts, in look-up form, much as the state has it; at the end, the names
+        of what the next step turns on.
 
-        A wrong thing in hand and the place at hand.  Else, with the object in hand: the station that it still needs, or
-        the goal (for a pair: where the first one lies).  Else where the object is.  Where it, or the lamp, has not been
-        seen: where to look next.
+        With a wrong thing in hand: that thing, and where to put it.  With the right one: the station that it still
+        needs, or the goal, or the lamp.  With none: where it is.  What was not seen yet is followed by ``,``, as in the
+        task, and where to look next.
         """
         page, wish = parse(state), parse_task(task)
-        held = _items([page.held], page.conditions, "*")[:-1] if page.held else []
-        if held and held[0] != wish.obj:
-            return " ".join(["[hold]", *held, *_place_words(page, page.here[0]), page.held, page.here[0]])
+        held = [*_items([page.held], page.conditions, "*")[:-1]] if page.held else []
         if not held:
-            if not (sources := _sources(wish, page)):
+            o, r = _source(wish, page) or (None, None)
+            if o is None:
                 return " ".join([wish.obj, ",", *_search_words(page)])
-            r = sources[0]
-            item = _items([o for o in page.inside[r] if cls(o) == wish.obj], page.conditions, "@")
-            if r not in page.here:
-                return " ".join([*item[:item.index("@")], "|", r])
-            return " ".join([*item[:item.index(",")], *_place_words(page, r), _pick(wish, page, r), r])
-        if (r := _placed(wish, page)) and r not in page.here:
-            return " ".join([*held, wish.obj, "|", r, page.held, r])
-        wanted = wish.recep if _ready(wish, page) else STATION[wish.kind][1]
-        entry = _entry(page, wanted)
+            if page.visible(r):
+                alike = [x for x in page.inside[r] if cls(x) == wish.obj
+                         and page.conditions.get(x) == page.conditions.get(o)]
+                item = _items(alike, page.conditions, "@")
+                return " ".join([*item[:item.index("@") + 2], *_at(page, r), o, r])
+            return " ".join([wish.obj, *_as_seen(page, o, r), *(_at(page, r) + [r] if r in page.here else [])])
+        if held[0] != wish.obj:
+            r = _aside(page)
+            return " ".join(["[hold]", *held, *(_at(page, r) + [page.held, r] if r else [])])
         if wish.kind != "light":
-            r = _first(page, wanted)
-            return " ".join([*held, wanted, *_place_of(page, wanted), r.split(" ")[1], page.held, r])
-        if entry == [","]:
-            return " ".join([*held, wanted, ",", *_search_words(page)])
-        return " ".join([*held, wanted, *(entry[:entry.index("|") + 3] if "|" in entry else [*entry, wanted, entry[-1]])])
+            r = _goal(wish, page)
+            return " ".join([*held, *_at(page, r), page.held, r])
+        o, r = _lamps(page, wish.recep)[0] if _lamps(page, wish.recep) else (None, None)
+        if o is None:
+            return " ".join([*held, wish.recep, ",", *_search_words(page)])
+        return " ".join([*held, wish.recep, *_as_seen(page, o, r), *([o] if r in page.here else [])])
 
     def counterfactual(self, task: str, state: str, action: str, next_state: str, rng: random.Random) -> str | None:
-        """Another task for the same step: half of the time one that it fulfils, half of the time one with the wrong kind,
-        object or receptacle.  None that was fulfilled before: there the episode would have ended."""
+        """Another task for the same step, where there are such: half of the time one that it fulfils, else one of the
+        wrong kind, object or receptacle.  Tasks that were fulfilled before are left out: there the episode had ended."""
         page, after = parse(state), parse(next_state)
         verb, *rest = offered(state)[action]
-        obj = page.held and cls(page.held)
-        if verb == "use":
-            kinds, recep, others = ["light"], cls(rest[0]), LAMPS
-        else:
-            recep, others = cls(rest[1]), {cls(r) for r in page.status}
-            kinds = ["place", "two", *(k for k, (_, _, fit) in STATION.items() if obj in fit)]
-        objects = {cls(o) for names in after.inside.values() for o in names} & PICKUPABLE
-        near = [[Wish(kind, obj, recep) for kind in kinds] if obj else [],
-                [Wish(rng.choice(kinds), x, recep) for x in sorted(objects - {obj})
-                 if verb == "use" or x in CAN_HOLD.get(recep, ())],
-                [Wish(rng.choice(kinds), obj, x) for x in sorted(others - {recep})
-                 if obj and (verb == "use" or obj in CAN_HOLD.get(x, ()))]]
+        held, recep = page.held and cls(page.held), cls(rest[-1])
+        lamps = verb == "use"
 
-        def met(wish: Wish, page: Page) -> bool:
-            return all(fulfilled for _, fulfilled in self._checks(wish, page))
+        def kinds(obj: str) -> list[str]:
+            return ["light"] if lamps else ["place", "two", *(k for k, (_, _, fit) in STATION.items() if obj in fit)]
 
+        def fits(obj: str, where: str) -> bool:
+            return lamps or obj in CAN_HOLD.get(where, ())
+
+        objects = sorted({cls(o) for names in after.inside.values() for o in names} & PICKUPABLE - {held})
+        places = sorted((LAMPS if lamps else {cls(r) for r in page.status}) - {recep})
+        near = [[Wish(kind, held, recep) for kind in kinds(held)] if held else [],
+                [Wish(rng.choice(kinds(o)), o, recep) for o in objects if fits(o, recep)],
+                [Wish(rng.choice(kinds(held)), held, place) for place in places if held and fits(held, place)]]
         right, wrong = [], []
         for group in near:
-            open_still = [w for w in group if w.text != task and not met(w, page)]
-            right += [w for w in open_still if met(w, after)]
-            if failed := [w for w in open_still if not met(w, after)]:
-                wrong.append(failed)
+            failed = []
+            for wish in group:
+                before, now = (all(met for _, met in self._checks(wish, p)) for p in (page, after))
+                told = all(met for _, met in self._chain(wish, page, verb, rest, next_state))
+                if wish.text != task and not before and now == told:       # else something came to light by chance
+                    (right if now else failed).append(wish)
+            wrong += [failed] if failed else []
         if right and (rng.random() < 0.5 or not wrong):
-            special = [w for w in right if w.kind in (*STATION, "two")]              # rarer: two out of three where there are any
-            return rng.choice(special if special and rng.random() < 2 / 3 else right).text
+            rare = [w for w in right if w.kind in (*STATION, "two")]
+            return rng.choice(rare if rare and rng.random() < 2 / 3 else right).text
         return rng.choice(rng.choice(wrong)).text if wrong else None
 
     def content_words(self, text: str) -> set[str]:
-        """Objects that are like any other to the rules of carrying: no lamps, no knives, no receptacles."""
+        """Things to carry; no lamps, knives or receptacles.  Exchanged, they must be read off the page, not remembered;
+        what can be heated, cleaned or put where is learned from the rows as they are."""
         return {w for w in text.split(" ") if w in PICKUPABLE} - KNIVES - LAMPS
 
 
@@ -800,42 +810,67 @@ def _place_of(page: Page, word: str, held_first: bool = False) -> list[str]:
     return entry[:next(i for i, w in enumerate(entry) if w in MARKS) + 1]
 
 
-def _place_words(page: Page, r: str) -> list[str]:
-    """A receptacle at the agent's spot as the state begins its entry: ``[at] drawer open @ 3``."""
+def _at(page: Page, r: str) -> list[str]:
+    """A receptacle as the state begins its entry: ``[at] drawer open @ 3``, ``drawer closed ! 2``, ``[new] desk ? 1``."""
     word, number = r.split(" ")
-    status = [] if page.status[r] == "seen" else [page.status[r]]
-    return ["[at]" if r == page.here[0] else "[by]", word, *status, "@", number]
+    status = [page.status[r]] if page.status[r] != "seen" else []
+    if r in page.here:
+        return ["[at]" if r == page.here[0] else "[by]", word, *status, "@", number]
+    return ["[new]", word, "?", number] if page.status[r] == "new" else [word, *status, "!", number]
+
+
+def _as_seen(page: Page, o: str, r: str) -> list[str]:
+    """What follows the class of an object in a receptacle: ``on @ 1``, or elsewhere ``| desk 2``."""
+    had = [c for c in CONDITIONS if c in page.conditions.get(o, ())]
+    return [*had, "@", o.split(" ")[1]] if page.visible(r) else [*had, "|", r]
 
 
 def _first(page: Page, word: str) -> str:
     """The first receptacle of a class that the state lists: at hand, else visited, else new."""
     return min((r for r in page.status if cls(r) == word), key=lambda r: (
-        page.here.index(r) if r in page.here else len(page.here), page.status[r] == "new",
-        page.status[r] if page.status[r] != "seen" else "", _order(r)))
+        page.here.index(r) if r in page.here else len(page.here), page.status[r] == "new", page.status[r], _order(r)))
 
 
 def _placed(wish: Wish, page: Page) -> str | None:
     """Where the first of a pair lies already: the receptacle of the wanted class that holds most of them."""
     there = {r: sum(cls(o) == wish.obj for o in names) for r, names in page.inside.items() if cls(r) == wish.recep}
     found = [r for r, n in there.items() if n and wish.kind == "two"]
-    return min(found, key=lambda r: (-there[r], r not in page.here, _order(r))) if found else None
+    return min(found, key=lambda r: (-there[r], _order(r))) if found else None
 
 
-def _sources(wish: Wish, page: Page) -> list[str]:
-    """The receptacles that hold what is to be fetched, nearest first; the one where a pair grows is none."""
-    found = [r for r, names in page.inside.items() if any(cls(o) == wish.obj for o in names) and r != _placed(wish, page)]
-    return sorted(found, key=lambda r: (page.here.index(r) if r in page.here else len(page.here), _order(r)))
+def _source(wish: Wish, page: Page) -> tuple[str, str] | None:
+    """(object to fetch, its receptacle), the first that the state lists; not from where a pair grows."""
+    placed = _placed(wish, page)
+    for r in page.here:
+        if page.visible(r) and r != placed:
+            for word, _, numbers in _group(page.inside.get(r, ()), page.conditions):
+                if word == wish.obj:
+                    return f"{word} {numbers[0]}", r
+    return next(((f"{word} {numbers[0]}", r) for word, _, r, numbers in _out_of_sight(page)
+                 if word == wish.obj and r != placed), None)
 
 
-def _pick(wish: Wish, page: Page, r: str) -> str:
-    """The object to take from there, the first that the state lists."""
-    word, _, numbers = _group([o for o in page.inside[r] if cls(o) == wish.obj], page.conditions)[0]
-    return f"{word} {numbers[0]}"
+def _untreated(wish: Wish, page: Page) -> bool:
+    """Must the object in hand still be heated, cooled or cleaned?"""
+    return wish.kind in STATION and STATION[wish.kind][0] not in page.conditions.get(page.held, ())
 
 
-def _ready(wish: Wish, page: Page) -> bool:
-    """Need nothing more be done to the object in hand?"""
-    return wish.kind not in STATION or STATION[wish.kind][0] in page.conditions.get(page.held, ())
+def _goal(wish: Wish, page: Page) -> str:
+    """Where the object in hand must go next: to the station that the task asks for, then to its receptacle."""
+    return _first(page, STATION[wish.kind][1]) if _untreated(wish, page) else (
+        _placed(wish, page) or _first(page, wish.recep))
+
+
+def _lamps(page: Page, word: str) -> list[tuple[str, str]]:
+    """(lamp, its receptacle), those at hand first, then those that are on."""
+    return sorted(((o, r) for r, names in page.inside.items() for o in names if cls(o) == word), key=lambda one: (
+        one[1] not in page.here, "on" not in page.conditions.get(one[0], ()), _order(one[1]), _order(one[0])))
+
+
+def _aside(page: Page) -> str | None:
+    """Where the thing in hand may be put down, the nearest such place."""
+    spots = [r for r in page.status if cls(page.held) in CAN_HOLD.get(cls(r), ())]
+    return min(spots, key=lambda r: (r not in page.here, page.status[r] == "new", _order(r)), default=None)
 
 
 def _hidden(page: Page) -> str | None:
@@ -850,16 +885,9 @@ def _hidden(page: Page) -> str | None:
 
 
 def _search_words(page: Page) -> list[str]:
-    """``_hidden`` as the state shows it, and its name: ``[at] drawer closed @ 3 drawer 3``, ``[new] desk ? 1 desk 1``."""
+    """``_hidden`` as the state shows it, and its name."""
     r = _hidden(page)
-    if r is None or r in page.here:
-        return [*_place_words(page, r), r] if r else []
-    word, number = r.split(" ")
-    return [*(["[new]", word, "?"] if page.status[r] == "new" else [word, "closed", "!"]), number, r]
-
-
-def _follows(page: Page, word: str, held_first: bool = False) -> str:
-    return _entry(page, word, held_first)[0]
+    return [*_at(page, r), r] if r else []
 
 
 # ------------------------------------------------------------------------------------------------ who acts on it
@@ -868,7 +896,8 @@ NOISY_MIX = (30, 45, 25)    # of 100 actions of the noisy policy: by the explore
 
 
 def explorer(task: str, state: str, rng: random.Random) -> str:
-    """Expert on the state's text alone: fetches what the task asks for, and searches place by place until it is found."""
+    """Expert on the state's text alone: fetches what the task asks for, and searches place by place until it is found.
+    It goes where its thought (``ALFWorldGrammar.consider``) says."""
     wish, page = parse_task(task), parse(state)
     held = page.held
 
@@ -880,29 +909,20 @@ def explorer(task: str, state: str, rng: random.Random) -> str:
 
     def search() -> str:
         r = _hidden(page)
-        return rng.choice(sorted(commands(page))) if r is None else reach(r) or f"examine {r}"
+        return reach(r) if r else rng.choice(sorted(commands(page)))
 
     if not held:
-        if not (sources := _sources(wish, page)):
-            return search()
-        return reach(sources[0]) or f"take {_pick(wish, page, sources[0])} from {sources[0]}"
-    if cls(held) != wish.obj:                        # put it down where it may lie
-        spots = [r for r in page.status if cls(held) in CAN_HOLD.get(cls(r), ()) and cls(r) != wish.recep]
-        if not spots:
-            return rng.choice(sorted(commands(page)))
-        r = min(spots, key=lambda r: (r not in page.here, page.status[r] == "new", _order(r)))
-        return reach(r) or f"move {held} to {r}"
+        o, r = _source(wish, page) or (None, None)
+        return search() if o is None else reach(r) or f"take {o} from {r}"
+    if cls(held) != wish.obj:
+        r = _aside(page)
+        return (reach(r) or f"move {held} to {r}") if r else rng.choice(sorted(commands(page)))
     if wish.kind == "light":
-        lamps = [(r not in page.here, _order(r), _order(o), o, r) for r, names in page.inside.items() for o in names
-                 if cls(o) == wish.recep]
-        if not lamps:
-            return search()
-        away, *_, lamp, r = min(lamps)
-        return f"go to {r}" if away else f"use {lamp}"
-    if not _ready(wish, page):
-        r = _first(page, STATION[wish.kind][1])
+        o, r = _lamps(page, wish.recep)[0] if _lamps(page, wish.recep) else (None, None)
+        return search() if o is None else f"use {o}" if r in page.here else f"go to {r}"
+    r = _goal(wish, page)
+    if _untreated(wish, page):
         return f"{wish.kind} {held} with {r}" if r in page.here else f"go to {r}"
-    r = _placed(wish, page) or _first(page, wish.recep)
     return reach(r) or f"move {held} to {r}"
 
 

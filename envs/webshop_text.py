@@ -288,6 +288,7 @@ class WebShopGrammar:
     """
     # words of a trace that carry the verdict or the place of a look-up
     verdict_words = frozenset({"ok", "no", "|", "*", ","})
+    open_vocabulary = True
     parse = staticmethod(parse)
     render = staticmethod(render)
 
@@ -503,7 +504,8 @@ class WebShopGrammar:
         """What an agent should look at before it acts, in look-up form; a function of what it reads, not of what it
         does.  Item page: each wanted option with what follows it, the price pair, and whether it can be bought here: all
         wanted options offered and the price fine.  Results page: hit by hit, whether it was opened before, else its price
-        and whether that is fine, up to the first that is, which is named again."""
+        and whether that is fine, up to the first that is; then its link as the action would name it, or a copying head
+        would find the one that was clicked last."""
         page = parse(state)
         limit = next((item for item in task_items(task) if limit_of(item) is not None), None)
         if page.kind == "item":
@@ -522,7 +524,7 @@ class WebShopGrammar:
                 if f"click {number}" in history[since + 1:]:
                     words += [str(number), "opened"]
                 elif fine:
-                    return " ".join([*words, str(number), item.price, "ok", str(number)])
+                    return " ".join([*words, str(number), item.price, "ok", f"click {number}"])
                 else:
                     words += [str(number), item.price, "no"]
         return " ".join(words)

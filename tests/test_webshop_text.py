@@ -278,11 +278,11 @@ def test_a_thought_reads_the_page_and_ends_with_what_it_comes_to():
     assert GRAMMAR.consider(TASK.replace("red", "pink"), ITEM, []) == "pink , small | price 60.00 $49.5 ok misses"
     assert GRAMMAR.consider(TASK.replace("60", "40"), ITEM, []) == "red | small | price 40.00 $49.5 no misses"
     assert GRAMMAR.consider("wireless , travel headphones ,", ITEM, []) == ""         # nothing to look up
-    assert GRAMMAR.consider(TASK, RESULTS, []) == "1 $49.5 ok 1"
-    assert GRAMMAR.consider(TASK, RESULTS, ["click 1", "click prev"]) == "1 opened 2 $19.5 ok 2"
-    assert GRAMMAR.consider(TASK.replace("60", "40"), RESULTS, ["search a"]) == "1 $49.5 no 2 $19.5 ok 2"
+    assert GRAMMAR.consider(TASK, RESULTS, []) == "1 $49.5 ok click 1"
+    assert GRAMMAR.consider(TASK, RESULTS, ["click 1", "click prev"]) == "1 opened 2 $19.5 ok click 2"
+    assert GRAMMAR.consider(TASK.replace("60", "40"), RESULTS, ["search a"]) == "1 $49.5 no 2 $19.5 ok click 2"
     for action in ("search a", "click next"):                  # other hits than before
-        assert GRAMMAR.consider(TASK, RESULTS, ["click 1", action]) == "1 $49.5 ok 1"
+        assert GRAMMAR.consider(TASK, RESULTS, ["click 1", action]) == "1 $49.5 ok click 1"
 
 
 def test_a_task_must_be_met_by_one_page():
