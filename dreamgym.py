@@ -161,7 +161,7 @@ def policy_and_world(cfg: Config, folder: Path, stage: str) -> tuple[llm.LM, llm
 
 def new_mexp(cfg: Config, lm: llm.LM | EndpointLM, grammar: Grammar, buffer: ReplayBuffer) -> ExperienceModel:
     return ExperienceModel(lm, new_codec(cfg, grammar, buffer), cfg.mexp_model.max_new_tokens, cfg.mexp.temperature,
-                           cfg.mexp.retries)
+                           cfg.mexp.retries, max_prompt_tokens=cfg.mexp_model.max_prompt_tokens)
 
 
 # ------------------------------------------------------------------------------------------------ stages
@@ -565,7 +565,7 @@ class RLJob:
         if not self.dreaming:
             if self.run:
                 self.run.ledger.add("s2r" if self.stage == "s2r" else "rl", used, played)
-            return {"unparsed": 0.0, "buffer_dream": 0, "buffer_rejected": 0.0}
+            return {"unparsed": 0.0, "mexp_trimmed": 0.0, "buffer_dream": 0, "buffer_rejected": 0.0}
         if isinstance(self.mexp.lm, EndpointLM):
             keep_account(self.run, self.mexp.lm.endpoint)
         dreamed = parallel.gather(self.batch.transitions)
@@ -573,9 +573,10 @@ class RLJob:
             append_whole(self.folder / "dream.jsonl", "".join(t.to_json() + "\n" for t in dreamed))
         self.buffer.add(dreamed)
         counts, stats = self.mexp.counts, self.buffer.stats()
-        total = parallel.gather([counts["steps"], counts["failed"]])
+        total = parallel.gather([(counts["steps"], counts["failed"], counts["trimmed"])])
+        steps, failed, trimmed = map(sum, zip(*total))
         self.mexp.counts = dict.fromkeys(counts, 0)
-        return {"unparsed": sum(total[1::2]) / max(1, sum(total[::2])), "buffer_dream": stats["dream"],
+        return {"unparsed": failed / max(1, steps), "mexp_trimmed": trimmed / max(1, steps), "buffer_dream": stats["dream"],
                 "buffer_rejected": stats["rejected_share"]}
 
     def validate(self) -> dict[str, float | None]:

@@ -101,18 +101,20 @@ class ExperienceModel:
     """Eq. 4: (s_{t+1}, r_{t+1}) = M_exp(R_t | {(s_i, a_i)}, {d_j}, tau), for many episodes at once."""
 
     def __init__(self, lm: llm.LM | EndpointLM, codec: Codec, max_new_tokens: int = 96, temperature: float = 0.0,
-                 retries: int = 1, generator: torch.Generator | None = None, remember: int = 50_000):
+                 retries: int = 1, generator: torch.Generator | None = None, remember: int = 50_000,
+                 max_prompt_tokens: int = 4096):
         self.lm, self.codec = lm, codec
         self.max_new_tokens, self.temperature, self.retries = max_new_tokens, temperature, retries
+        self.max_prompt_tokens = max_prompt_tokens
         self.generator = generator
         self.memo: OrderedDict[str, str] = OrderedDict()       # greedy answers by prompt: a pure function, so exact
         self.remember = remember
-        self.counts = {"steps": 0, "generated": 0, "unparsed": 0, "failed": 0}
+        self.counts = {"steps": 0, "generated": 0, "unparsed": 0, "failed": 0, "trimmed": 0}
 
     def predict(self, queries: Sequence[Query]) -> list[Prediction | None]:
         """One prediction per query; None where the text did not parse even after ``retries`` further samples."""
         demos = self.codec.retrieve(queries)
-        prompts = [self.codec.prompt(q, d) for q, d in zip(queries, demos)]
+        prompts = [self._fitting(q, d) for q, d in zip(queries, demos)]
         out: list[Prediction | None] = [None] * len(queries)
         todo = list(range(len(queries)))
         for attempt in range(1 + self.retries):
@@ -130,6 +132,20 @@ class ExperienceModel:
         self.counts["steps"] += len(queries)
         self.counts["failed"] += len(todo)
         return out
+
+    def _fitting(self, q: Query, demos: list[Transition]) -> str:
+        """The prompt within ``max_prompt_tokens``: the furthest demonstrations leave first (also ``demos``: what is not
+        shown is no ``[mem]``), then the oldest actions.  A server sees to its own limit."""
+        whole = text = self.codec.prompt(q, demos)
+        while not isinstance(self.lm, EndpointLM) and (demos or q.history) and (
+                len(self.lm.prompt(formats.MEXP_SYSTEM, text)) > self.max_prompt_tokens):
+            if demos:
+                demos.pop()
+            else:
+                q = replace(q, history=q.history[1:])
+            text = self.codec.prompt(q, demos)
+        self.counts["trimmed"] += text != whole
+        return text
 
     def forget(self) -> None:
         """Drop remembered answers (a batch's shape can move the last bit: a resumed run must not depend on them)."""

@@ -227,6 +227,22 @@ def test_greedy_answers_are_remembered_sampled_ones_not(fake):
     assert len(small.memo) == 2
 
 
+def test_prompts_keep_their_limit(fake):
+    """The furthest demonstration leaves first, then the oldest actions; state and action stay."""
+    q = query(next(t for t in DATA if len(t.history) > 1))
+    model = fake("")
+    model.lm.prompt = lambda system, text: list(text)
+    [demos] = model.codec.retrieve([q])
+    whole = model.codec.prompt(q, demos)
+    for limit, left, actions in ((len(whole), 1, 2), (len(whole) - 1, 0, 2), (1, 0, 0)):
+        model.max_prompt_tokens, shown = limit, list(demos)
+        given = model._fitting(q, shown)
+        assert len(shown) == left and q.state in given and q.action in given
+        assert given == model.codec.prompt(replace(q, history=q.history[len(q.history) - actions:]), shown)
+    assert model.counts["trimmed"] == 2
+
+
+
 # ------------------------------------------------------------------------------------------------ switches
 def test_history_switch():
     q = replace(query(), history=["search a", "click 1", "click red"])
