@@ -438,11 +438,11 @@ def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, inte
             validation = job.validate()
             if run:
                 run.log(stage, job.iteration, **metrics, **validation, **job.curriculum.metrics())
-                for alarm in training.alarms(update, job.policy.model.config.vocab_size):
+                for alarm in training.alarms(metrics, job.policy.model.config.vocab_size):
                     print(f"warning: {stage} {job.iteration}: {alarm}", file=sys.stderr)
                 run.log_times(stage, job.iteration, seconds=time.perf_counter() - began)
-                progress.update(1, success=metrics["success"], reward=metrics["outcome"], kl=metrics["ref_k3"],
-                                **{k: v for k, v in validation.items() if v is not None})
+                shown = {"success": metrics["success"], "reward": metrics["outcome"], "kl": metrics["ref_k3"]} | validation
+                progress.update(1, **{name: value for name, value in shown.items() if value is not None})
                 if job.iteration % cfg.rl.save_every == 0 or job.finished():
                     run.checkpoint(stage, job.iteration, job.state(), score=validation["real_greedy"])
             if parallel.agree(bool(interrupt)):

@@ -345,8 +345,9 @@ def assign_advantages(policy: llm.LM, rows: Sequence[Row], micros: list[Micro], 
 
 def update(policy: llm.LM, ref: llm.LM | str | None, optimizer: torch.optim.Optimizer, rows: Sequence[Row], cfg,
            value: ValueHead | None = None, generator: torch.Generator | None = None,
-           kept: float = 1.0) -> dict[str, float]:
-    """Improve the policy on the rows that it has just sampled; returns metrics, averaged over action tokens.
+           kept: float = 1.0) -> dict[str, float | None]:
+    """Improve the policy on the rows that it has just sampled; returns metrics, averaged over action
+    tokens (None where no step was taken).
 
     ``ref``: what ``training.freeze_reference`` returned.  ``value``: PPO's critic.  ``generator`` deals the rows.
     ``kept``: the share of the groups that gave rows.  Where few are left, fewer optimizer steps are taken, each as
@@ -387,5 +388,6 @@ def update(policy: llm.LM, ref: llm.LM | str | None, optimizer: torch.optim.Opti
                 counts["steps"] += 1
                 sums["loss"] *= tokens / denominator           # reported as it was minimised
                 totals.update({**sums, "grad_norm": norm * tokens, "tokens": tokens})
-    seen = max(1.0, totals.pop("tokens"))
-    return metrics | {name: x / seen for name, x in totals.items()} | dict(counts) | {"repetition": repetition(rows)}
+    seen = totals.pop("tokens")
+    means = {name: x / seen if seen else None for name, x in totals.items()}
+    return metrics | means | dict(counts) | {"repetition": repetition(rows)}

@@ -240,12 +240,15 @@ def repetition(rows: Sequence[Row]) -> float:
     return 1 - s["new"] / s["pairs"] if s["pairs"] else 0.0
 
 
-def alarms(metrics: dict[str, float], vocabulary: int) -> list[str]:
-    """Signs of a collapsing or dissolving policy in the metrics of ``update``, one sentence each; mostly none."""
-    found = []
-    if metrics["steps"] and metrics["entropy"] < 1e-3:
+def alarms(metrics: dict[str, float | None], vocabulary: int) -> list[str]:
+    """Signs of a collapsing or dissolving policy in the metrics of ``rows_from`` and ``update`` together, one sentence
+    each; mostly none."""
+    found, entropy = [], metrics["entropy"]
+    if metrics.get("kept") == 0:
+        found.append("all episodes of every group end alike: nothing is learned; raise rl.temperature or rl.group_size")
+    if entropy is not None and entropy < 1e-3:
         found.append("the policy is deterministic (entropy below 0.001): raise rl.entropy_coef or lower rl.lr")
-    if metrics["entropy"] > 0.5 * math.log(vocabulary):
+    if entropy is not None and entropy > 0.5 * math.log(vocabulary):
         found.append("the policy is close to random (entropy above half its maximum): lower rl.lr or rl.entropy_coef")
     if metrics["repetition"] > 0.5:
         found.append("actions repeat themselves (more than half of the token pairs): lower rl.lr, raise rl.kl_coef")

@@ -9,6 +9,7 @@ import llm
 import rl
 import rollouts
 import training
+from config import RLSection
 from envs import Task
 
 WORDS = ["a", "b", "c"]
@@ -39,12 +40,9 @@ def tiny_policy(seed=0, tokenizer=None, layers=1, width=32):
 
 def config(**changes):
     """rl settings of the tests: the defaults, except where a small value makes a test sharper."""
-    values = dict(algorithm="grpo", lr=3e-3, lr_warmup=0, adam_8bit=False, adam_eps=1e-8, weight_decay=0.0,
-                  clip_low=0.2, clip_high=0.2, dual_clip=3.0, kl_coef=0.0, kl_in="none", kl_estimator="k3",
-                  entropy_coef=0.0, norm_std=True, epochs=1, minibatches=1, micro_tokens=4096, temperature=1.0,
-                  gamma=1.0, lam=1.0, whiten=True, value_lr=1e-2, value_warmup=0, value_clip=None, value_epochs=4,
-                  target_kl=None, max_grad_norm=1.0, invalid_penalty=0.0, loss_denominator="tokens_of_step",
-                  mask_cut=False)
+    sharper = dict(lr=3e-3, lr_warmup=0, adam_eps=1e-8, weight_decay=0.0, kl_coef=0.0, kl_in="none", minibatches=1,
+                   value_lr=1e-2, value_warmup=0, invalid_penalty=0.0)
+    values = RLSection().model_dump() | sharper
     assert changes.keys() <= values.keys()
     return SimpleNamespace(**{**values, **changes})
 

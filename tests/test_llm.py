@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import processors
 
 import llm
 import training
@@ -68,6 +69,19 @@ def test_tokenizer_spells_unseen_words_in_its_pieces():
         assert lm.decode(lm.encode(text)) == text
     with pytest.raises(ValueError, match="piece"):
         llm.train_tokenizer(texts, 400, ["abc"])
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_prompt_has_one_bos(chat):
+    """Although the tokenizer adds one to every text, and the chat template writes one itself."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    lm = replace(tiny(), tokenizer=tokenizer, spaced=False, chat=chat)
+    assert tokenizer("a")["input_ids"] == [tokenizer.bos_token_id, *lm.encode("a")]
+    assert lm.prompt("be", " a") == [tokenizer.bos_token_id, *lm.encode("be a" if chat else " a")]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -286,9 +300,16 @@ def test_logprobs_against_float64_chunks_and_entropy():
     assert torch.allclose(uniform, torch.full((50,), math.log(10)), atol=1e-5)
 
 
-def test_logprobs_are_fp32_in_bf16_too():
-    lm = tiny(compute=torch.bfloat16)
-    assert logprobs(lm, [2, 3], [4, 5]).dtype == torch.float32
+def test_log_softmax_is_fp32_in_bf16_too():
+    lm = tiny(compute=torch.bfloat16, scale=3.0)
+    hidden = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(64) % 10
+    with lm.autocast():
+        logits = lm.model.lm_head(hidden)
+    expected = (logits.double() / 0.7).log_softmax(-1)[torch.arange(64), targets]
+    logp, _ = llm.token_logprobs(lm, hidden, targets, 0.7)
+    assert logits.dtype == torch.bfloat16 and logp.dtype == torch.float32
+    assert torch.allclose(logp.double(), expected, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------ supervised training

@@ -17,15 +17,15 @@ another file where it says so.
  10 different starts            ValueError                                -> group_mates_start_alike
  11 step-weighted baseline      per episode                               -> longer_failure_moves_no_baseline
  12 grouping by turn            impossible: a group is an Episode's field
- 13 normalising twice           -> group_advantages_by_hand (sum 0); GRPO never whitens
+ 13 normalising twice           -> group_advantages_by_hand (sum 0), advantages_reach_their_own_tokens (unchanged)
  14 weighting                   -> equal_tokens_weigh_equally, denominators_are_what_they_are_called
  15 std estimator               -> group_advantages_by_hand
  16 whitening over padding      impossible: turns carry advantages, tokens lie flat; -> whitening
- 17 last micro-batch's metrics  -> micro_batches_change_nothing
+ 17 last micro-batch's metrics  -> micro_batches_change_nothing, metrics_are_means_over_all_steps
  18 retokenisation              -> sampled_ids_are_kept
  19 unstable chat template      impossible: one row per turn, prompt as it was sampled from
  20 newline after end of turn   impossible: no text between turns; -> sampled_ids_are_kept (ends with EOS)
- 21 double BOS                  test_llm.py
+ 21 double BOS                  test_llm.py::test_a_prompt_has_one_bos
  22 pad == eos                  -> eos_is_an_action_token
  23 padding and positions       -> padding_changes_no_logprob
  24 padding in generation       -> company_changes_no_greedy_answer
@@ -36,50 +36,50 @@ another file where it says so.
  29 top-1's log-prob            -> logprobs_are_those_of_plain_transformers
  30 sampler numerics            -> sampler_and_trainer_agree_in_low_precision
  31 other batch shapes          -> ratio_is_one_at_any_temperature (low precision, too)
- 32 log-softmax in bf16         -> logprobs_are_those_of_plain_transformers, ..agree_in_low_precision
+ 32 log-softmax in bf16         test_llm.py::test_log_softmax_is_fp32_in_bf16_too
  33 stale old log-probs         -> old_logprobs_are_taken_once
  34 dropout                     UserError                                 -> what_cannot_work_is_refused
- 35 ratio overflow              -> rare_token_stays_finite
- 36 sequence-level ratios       -> policy_loss_by_hand
+ 35 ratio overflow              -> rare_token_stays_finite, clip_bounds_are_not_exchanged
+ 36 sequence-level ratios       -> policy_loss_by_hand, clip_bounds_are_not_exchanged
  37 off by one                  -> logprobs_are_those_of_plain_transformers
  38 observation tokens          -> only_action_tokens_are_trained
  39 GAE through observations    impossible: GAE sees turns                -> longer_pages_change_no_advantage
- 40 truncation                  -> gae_by_hand, truncated_episodes_bootstrap
+ 40 truncation                  -> gae_by_hand, truncated_episodes_bootstrap, last_prompt_of_a_truncated_episode
  41 context overflow            -> history_is_trimmed_never_the_state
  42 cut read as invalid         -> cut_is_not_invalid
  43 masking cut answers         -> masked_row_is_a_removed_row
  44 invalid actions             -> answers_have_fixed_readings, cut_is_not_invalid
  45 penalty on the wrong turn   -> penalty_stays_with_its_turn
  46 reward on padding           impossible: no reward tensor; -> advantages_reach_their_own_tokens
- 47 simulator reward hacking    test_mexp.py, fidelity.py
- 48 simulator drift             test_mexp.py, fidelity.py
+ 47 simulator reward hacking    test_fidelity.py::test_an_optimistic_dream_is_found_out
+ 48 simulator drift             test_fidelity.py::test_wrong_next_states_along_the_policy
  49 retrieval leak              test_buffer.py
  50 split leaks                 tests of the environments
  51 shared back-end             tests of the environments
- 52 small evaluation pools      report.py
+ 52 small evaluation pools      test_fidelity.py::test_wilson_interval
  53 KL estimator's place        -> kl_gradients_against_enumeration, what_cannot_work_is_refused
  54 KL over padding             impossible: tokens lie flat; -> micro_batches_change_nothing
- 55 KL applied once             -> kl_is_applied_once
- 56 entropy                     -> uniform_policy_has_entropy_ln_v
- 57 collapse                    -> alarms
+ 55 KL applied once             -> kl_is_applied_once, kl_in_the_reward_is_paid_once
+ 56 entropy                     -> uniform_policy_has_entropy_ln_v, entropy_bonus_by_hand
+ 57 collapse                    -> alarms, entropy_bonus_by_hand
  58 value initialisation        -> value_head_starts_at_zero
- 59 value loss moves policy     -> critic_warm_up_leaves_the_policy_alone
- 60 value clipping              -> value_loss_by_hand
+ 59 value loss moves policy     -> value_head_starts_at_zero (detached), critic_warm_up_leaves_the_policy_alone
+ 60 value clipping              -> value_loss_by_hand, values_stay_near_those_before_the_update
  61 Adam's first steps          -> first_step_is_bounded
  62 disable_adapter             -> reference_is_the_warm_adapter
  63 head in modules_to_save     impossible: outside PEFT; -> resuming_reproduces_the_next_step
  64 untrainable adapter         -> only_the_trained_adapter_moves, what_cannot_work_is_refused
  65 checkpointing, frozen base  -> checkpointing_changes_no_gradient
- 66 k-bit preparation           test_llm.py
+ 66 k-bit preparation           test_backbones.py::test_types_of_4_bit_models
  67 modes and caches            -> modes_are_restored
- 68 merged weights              impossible: one model samples and trains
+ 68 merged weights              never merged; test_backbones.py::test_4_bit_sampling_scores_as_in_training
  69 learning rate               test_rl_learning.py
  70 resume                      -> resuming_reproduces_the_next_step
  71 swallowed exceptions        -> failing_world_surfaces
  72 in-place writes             -> functions_leave_their_inputs_alone
  73 global RNG                  -> global_generators_are_untouched
  74 remainders                  -> every_row_is_dealt_once
- 75 stale constants             test_config.py; rl.py reads every value from the configuration
+ 75 stale constants             test_config.py; rl.py reads every value from the configuration, tests from its defaults
  76 rotten tests                this file runs on every commit; test_rl_mutations.py breaks rl.py on purpose
 """
 import copy
@@ -141,22 +141,32 @@ def weights(policy):
     return [p.detach().clone() for p in policy.model.parameters()]
 
 
-def gradient(rows, cfg, policy=None, ref=None):
+def gradient(rows, cfg, policy=None, ref=None, value=None):
     """The gradient that one ``update`` with one step follows, flat, and the update's metrics."""
     policy = policy or tiny_policy()
     before = weights(policy)
-    metrics = rl.update(policy, ref, sgd(policy), rows, cfg, generator=torch.Generator().manual_seed(0))
+    metrics = rl.update(policy, ref, sgd(policy), rows, cfg, value, torch.Generator().manual_seed(0))
     return torch.cat([(b - p).flatten() for b, p in zip(before, weights(policy))]), metrics
+
+
+def gradient_of(loss, policy):
+    """The same for a loss that a test has written itself."""
+    parts = torch.autograd.grad(loss, list(policy.model.parameters()), retain_graph=True)
+    return torch.cat([part.flatten() for part in parts]).float()
 
 
 ONE_STEP = dict(lr=1.0, max_grad_norm=1e9)
 
 
+def plain_distributions(policy, row, temperature):
+    """log pi over the vocabulary (A, V), where the action tokens were sampled, by transformers alone, in float64."""
+    logits = policy.model(input_ids=torch.tensor([row.prompt_ids + row.action_ids])).logits[0].double()
+    return (logits / temperature).log_softmax(-1)[len(row.prompt_ids) - 1:-1]
+
+
 def plain_logprobs(policy, row, temperature):
-    """log pi of the action tokens by transformers alone, token by token, in float64."""
-    ids = row.prompt_ids + row.action_ids
-    logits = policy.model(input_ids=torch.tensor([ids])).logits[0].double() / temperature
-    return torch.stack([logits[t - 1].log_softmax(-1)[ids[t]] for t in range(len(row.prompt_ids), len(ids))])
+    """log pi of the action tokens (A,)."""
+    return torch.stack([p[token] for p, token in zip(plain_distributions(policy, row, temperature), row.action_ids)])
 
 
 def logprobs(policy, rows, temperature=1.0, **options):
@@ -248,6 +258,13 @@ def test_truncated_episodes_bootstrap():
     rl.assign_advantages(policy, rows, micros, cfg, value, None)
     got = [micro.advantages[0].item() for micro in micros]
     assert got == pytest.approx([0.0, 0.0, 1.9 - 10, 1 - 10], abs=1e-4)
+
+
+def test_last_prompt_of_a_truncated_episode():
+    cut = episode("g", 0.0, turns=2, truncated=True)
+    cut.final_prompt_ids = [2, 3]
+    rows, _ = rl.rows_from([cut, episode("g", 1.0)], config(algorithm="ppo"))
+    assert [row.bootstrap_ids for row in rows] == [[], [2, 3], []]
 
 
 def test_longer_pages_change_no_advantage():
@@ -426,7 +443,8 @@ def test_padding_stays_under_a_tenth():
                                                rng.uniform(20, 250)], [20, 45, 30, 5])[0]))
     for count in (64, 128, 512):
         rows = random_rows(policy, lengths=[(usual(), rng.randint(2, 18)) for _ in range(count)])
-        micros = [micro for step in training.deal(rows, policy, config(minibatches=4), None, 4) for micro in step.micros]
+        steps = training.deal(rows, policy, config(minibatches=4), None, 4)
+        micros = [micro for step in steps for micro in step.micros]
         tokens, cells = sum(m.attention_mask.sum() for m in micros), sum(m.attention_mask.numel() for m in micros)
         assert 1 - tokens / cells < 0.1, count
         assert len(micros) < count / 2                         # and the passes are not single rows
@@ -454,9 +472,22 @@ def test_gradient_is_the_analytic_one():
     got, metrics = gradient(rows, config(temperature=0.7, **ONE_STEP), tiny_policy())
     losses = [-row.advantage * plain_logprobs(policy, row, 0.7).sum() for row in rows]
     loss = sum(losses) / sum(len(row.action_ids) for row in rows)
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.model.parameters()))])
-    assert torch.allclose(got, expected.float(), atol=1e-6) and expected.abs().max() > 1e-3
+    expected = gradient_of(loss, policy)
+    assert torch.allclose(got, expected, atol=1e-6) and expected.abs().max() > 1e-3
     assert metrics["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
+
+
+def test_entropy_bonus_by_hand():
+    """Without advantages the gradient is that of -0.3 times the mean entropy of the action tokens' distributions."""
+    policy, rows = tiny_policy(), random_rows(tiny_policy())
+    for row in rows:
+        row.advantage = 0.0
+    got, metrics = gradient(rows, config(entropy_coef=0.3, temperature=0.7, **ONE_STEP))
+    logp = torch.cat([plain_distributions(policy, row, 0.7) for row in rows])
+    bonus = -0.3 * -(logp.exp() * logp).sum(-1).mean()
+    expected = gradient_of(bonus, policy)
+    assert torch.allclose(got, expected, atol=1e-6) and expected.abs().max() > 1e-3
+    assert metrics["loss"] == pytest.approx(bonus.item(), abs=1e-5)
 
 
 def test_update_makes_good_actions_likelier():
@@ -480,6 +511,15 @@ def test_micro_batches_change_nothing(kl_in):
     for g, metrics in results[1:]:
         assert torch.allclose(g, results[0][0], atol=1e-6)
         assert metrics == pytest.approx(results[0][1], abs=1e-5)
+
+
+def test_metrics_are_means_over_all_steps():
+    """Steps too small to move the policy: one or three of them see the same tokens, hence the same means."""
+    one, three = (gradient(random_rows(tiny_policy()), config(minibatches=n, lr=1e-12), ref=tiny_policy(1))[1]
+                  for n in (1, 3))
+    assert (one["steps"], three["steps"]) == (1, 3)
+    for name in ("loss", "policy_loss", "entropy", "ref_k1", "ref_k3"):
+        assert three[name] == pytest.approx(one[name], abs=1e-5) and one[name] != 0, name
 
 
 def test_equal_tokens_weigh_equally():
@@ -525,7 +565,8 @@ def test_nothing_to_learn_from_changes_nothing():
     before = weights(policy)
     optimizer = training.make_optimizer(policy, config(weight_decay=0.1))
     metrics = rl.update(policy, None, optimizer, rows, config(mask_cut=True, entropy_coef=0.1))
-    assert metrics["loss"] == 0 and metrics["empty_steps"] == 1 and metrics["steps"] == 0
+    assert metrics["empty_steps"] == 1 and metrics["steps"] == 0
+    assert all(metrics[name] is None for name in (*rl.SUMS, "grad_norm")) and training.alarms(metrics, 5) == []
     assert all(torch.equal(x, y) for x, y in zip(before, weights(policy)))
 
 
@@ -567,24 +608,48 @@ def test_old_logprobs_are_taken_once(monkeypatch):
     assert torch.equal(*seen[0]) and not torch.allclose(*seen[1]) and not seen[0][1].requires_grad
 
 
+def test_clip_bounds_are_not_exchanged(monkeypatch):
+    seen = []
+
+    def watched(new, old, advantages, clip_low, clip_high, dual_clip):
+        seen.append((clip_low, clip_high, dual_clip))
+        return policy_loss(new, old, advantages, clip_low, clip_high, dual_clip)
+    monkeypatch.setattr(rl, "policy_loss", watched)
+    gradient(random_rows(tiny_policy()), config(clip_low=0.1, clip_high=0.3, dual_clip=5.0))
+    assert seen == [(0.1, 0.3, 5.0)]
+
+
+def kl_by_hand(rows, policy, ref):
+    """For each row log pi of the action tokens, with gradient, and the reference's."""
+    return [(plain_logprobs(policy, row, 1.0), plain_logprobs(ref, row, 1.0).detach()) for row in rows]
+
+
 def test_kl_is_applied_once():
-    rows, ref = random_rows(tiny_policy()), tiny_policy(seed=1)
-    g = {c: gradient(rows, config(kl_in="loss", kl_coef=c, **ONE_STEP), ref=ref)[0] for c in (0.0, 0.3, 0.6)}
-    policy = tiny_policy()
-    pairs = [(plain_logprobs(policy, row, 1.0), plain_logprobs(ref, row, 1.0).detach()) for row in rows]
-    kl = sum(((r - p).exp() - 1 - (r - p)).sum() for p, r in pairs) / sum(len(p) for p, _ in pairs)
-    expected = torch.cat([x.flatten() for x in torch.autograd.grad(kl, list(policy.model.parameters()))]).float()
-    assert torch.allclose(g[0.3] - g[0.0], 0.3 * expected, atol=1e-5)
-    assert torch.allclose(g[0.6] - g[0.0], 0.6 * expected, atol=1e-5)
-    in_reward = {c: gradient(rows, config(kl_in="reward", kl_estimator="k1", kl_coef=c, **ONE_STEP), ref=ref)[0]
-                 for c in (0.0, 0.3)}
-    losses = [(p - r).sum().detach() * p.sum() for p, r in
-              ((plain_logprobs(policy, row, 1.0), plain_logprobs(ref, row, 1.0)) for row in rows)]
-    cost = sum(losses) / sum(len(row.action_ids) for row in rows)
-    expected = torch.cat([x.flatten() for x in torch.autograd.grad(cost, list(policy.model.parameters()))]).float()
-    assert torch.allclose(in_reward[0.3] - in_reward[0.0], 0.3 * expected, atol=1e-5)
-    assert torch.equal(in_reward[0.0], g[0.0])
-    assert torch.equal(gradient(rows, config(kl_in="none", kl_coef=9.0, **ONE_STEP), ref=ref)[0], g[0.0])
+    rows, policy, ref = random_rows(tiny_policy()), tiny_policy(), tiny_policy(seed=1)
+    p, r = (torch.cat(x) for x in zip(*kl_by_hand(rows, policy, ref)))
+    for estimator, kl in (("k2", 0.5 * (r - p) ** 2), ("k3", (r - p).exp() - 1 - (r - p))):
+        g = {c: gradient(rows, config(kl_in="loss", kl_coef=c, kl_estimator=estimator, **ONE_STEP), ref=ref)[0]
+             for c in (0.0, 0.3, 0.6)}
+        expected = gradient_of(kl.mean(), policy)
+        assert torch.allclose(g[0.3] - g[0.0], 0.3 * expected, atol=1e-5) and expected.abs().max() > 1e-3
+        assert torch.allclose(g[0.6] - g[0.0], 0.6 * expected, atol=1e-5)
+        assert torch.equal(gradient(rows, config(kl_in="none", kl_coef=9.0, **ONE_STEP), ref=ref)[0], g[0.0])
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_kl_in_the_reward_is_paid_once(algorithm):
+    """Each turn pays for its own tokens, and with the divisor of its group: GRPO's advantages are quotients."""
+    policy, ref = tiny_policy(), tiny_policy(seed=1)
+    rows = random_rows(policy)
+    for row in rows:
+        row.divisor = 0.5
+    g = {c: gradient(rows, config(algorithm=algorithm, whiten=False, kl_in="reward", kl_estimator="k1", kl_coef=c,
+                                  micro_tokens=24, **ONE_STEP), ref=ref,
+                     value=rl.ValueHead(32, 1e-2) if algorithm == "ppo" else None)[0] for c in (0.0, 0.3)}
+    pairs = kl_by_hand(rows, policy, ref)
+    cost = sum((p - r).sum().detach() * p.sum() for p, r in pairs) / sum(len(p) for p, _ in pairs)
+    expected = gradient_of(cost, policy) / (0.5 if algorithm == "grpo" else 1)
+    assert torch.allclose(g[0.3] - g[0.0], 0.3 * expected, atol=1e-5) and expected.abs().max() > 1e-3
 
 
 def test_policy_that_moved_too_far_stops_early():
@@ -702,8 +767,9 @@ def test_what_cannot_work_is_refused():
         with pytest.raises(UserError, match=message):
             rl.update(policy, ref, sgd(policy), random_rows(policy), config(**changes), critic)
     policy.model.config.attention_dropout = 0.1
-    with pytest.raises(UserError, match="dropout"):
-        rl.update(policy, None, sgd(policy), random_rows(policy), config())
+    for random_policy in (policy, adapted_policy(lora_dropout=0.1)):
+        with pytest.raises(UserError, match="dropout"):
+            rl.update(random_policy, None, None, random_rows(policy), config())
     with pytest.raises(UserError, match="trainable"):
         training.make_optimizer(llm.LM(policy.model.requires_grad_(False), policy.tokenizer, policy.device), config())
 
@@ -717,6 +783,10 @@ def test_alarms():
     metrics = rl.update(policy, None, sgd(policy), fine, cfg)
     assert training.alarms(metrics, 10**9) == [] and "random" in training.alarms(metrics, 5)[0]
     assert "deterministic" in training.alarms(metrics | {"entropy": 0.0}, 5)[0]
+    for algorithm, expected in (("grpo", ["all episodes of every group end alike"]), ("ppo", [])):
+        _, groups = rl.rows_from([episode("a", 1.0)] * 2, config(algorithm=algorithm))
+        found = training.alarms(groups | metrics | {"entropy": None}, 5)
+        assert [line.split(":")[0] for line in found] == expected
 
 
 # ------------------------------------------------------------------------------------------------ critic
@@ -746,18 +816,25 @@ def test_critic_warm_up_leaves_the_policy_alone():
     assert second["steps"] == 1 and second["explained_variance"] > first["explained_variance"]
 
 
+def test_values_stay_near_those_before_the_update():
+    """Clipped around V = 0, the value stops a few steps of Adam behind 0.1; around itself it would go on to 2."""
+    value = rl.ValueHead(1, 1e-2)
+    rl.fit_value(value, torch.zeros(4, 1), torch.full((4,), 10.0), config(value_clip=0.1, value_epochs=200))
+    assert 0.1 < value(torch.zeros(1, 1)).item() < 0.3
+
+
 # ------------------------------------------------------------------------------------------------ adapters
-def adapted_policy(warm=True):
-    """The tiny policy with a LoRA adapter; ``warm``: an adapter that has been trained before."""
+def adapted_policy(lora_dropout=0.0):
+    """The tiny policy with a LoRA adapter that has been trained before."""
     from peft import LoraConfig, get_peft_model
     policy = tiny_policy()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        policy.model = get_peft_model(policy.model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-        if warm:
-            for name, p in policy.model.named_parameters():
-                if "lora_B" in name:
-                    torch.nn.init.normal_(p, std=0.5)
+        policy.model = get_peft_model(policy.model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"],
+                                                               lora_dropout=lora_dropout))
+        for name, p in policy.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(p, std=0.5)
     return policy
 
 

@@ -14,7 +14,7 @@ from test_rl import exact  # noqa: F401  (fp32 here, too)
 
 collate, action_logprobs, policy_loss, gae = training.collate, training.action_logprobs, rl.policy_loss, rl.gae
 micro_loss, reference_policy, kl_estimate = rl.micro_loss, rl.reference_policy, rl.kl_estimate
-state_features = training.state_features
+state_features, value_loss = training.state_features, rl.value_loss
 
 
 def shifted(by):
@@ -74,6 +74,11 @@ def reference_untempered(lm, micro, temperature, **options):
     return action_logprobs(lm, micro, 1.0 if is_reference else temperature, **options)
 
 
+def negative_entropy(*arguments, **options):
+    logprobs, entropy = action_logprobs(*arguments, **options)
+    return logprobs, entropy if entropy is None else -entropy
+
+
 # mistake -> (function, broken variant, tests that must fail)
 MUTANTS = {
     "mask one token late": ("collate", shifted(1), ["only_action_tokens_are_trained",
@@ -109,6 +114,9 @@ MUTANTS = {
     "smaller value error": (
         "value_loss", lambda v, r, old, clip=None: 0.5 * torch.minimum(
             (v - r) ** 2, (old + (v - old).clamp(-(clip or 9), clip or 9) - r) ** 2).sum(), ["value_loss_by_hand"]),
+    "value clipped around itself": ("value_loss", lambda v, r, old, clip=None: value_loss(v, r, v.detach(), clip),
+                                    ["value_loss_by_hand", "values_stay_near_those_before_the_update"]),
+    "entropy punished": ("action_logprobs", negative_entropy, ["entropy_bonus_by_hand"]),
 }
 
 
