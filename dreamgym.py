@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import json
 import random
-import re
 import sys
 import tempfile
 import time
@@ -258,12 +257,12 @@ def training_grammar(world: World, offline: Sequence[Transition]) -> Grammar:
 
 
 class CloningRows:
-    """Rows for behaviour cloning, content words renamed in a share: the steps of the offline episodes that succeeded, or
-    (``demonstrations: all``) of all episodes of those who meant well, their mistakes included.
+    """Rows for behaviour cloning: the steps of the offline episodes that succeeded, or (``demonstrations: all``) of all
+    episodes of those who meant well, their mistakes included.
 
-    Thoughts of one kind are alike but for numbers and content words; a kind is drawn by the root of its frequency.  What
-    is rare (a results page seen for the third time, 1 in 200) must be read as well as the rest: a thought that misreads it
-    says so in every sample, and RL finds no other to prefer.
+    Two augmentations need no environment: content words are renamed in a share of the rows, and half of the rows have a
+    history in which more was looked at before (``Grammar.revisited``), with the thought that this asks for and, where the
+    action followed its thought, the action.  Few demonstrations return for the third time, a policy that learns does.
     """
 
     def __init__(self, offline: Sequence[Transition], grammar: Grammar, fmt: formats.PolicyFormat, rename: float,
@@ -271,26 +270,21 @@ class CloningRows:
         won = {t.episode for t in offline if t.success}
         chosen = [t for t in offline if t.episode.startswith(("expert-", "noisy-"))] if demonstrations == "all" else [
             t for t in offline if t.episode in won]
-        steps = [t for t in chosen if t.next_state != t.state]
+        self.steps = [t for t in chosen if t.next_state != t.state]
         self.grammar, self.fmt, self.rename, self.reasoning = grammar, fmt, rename, reasoning
-        self.words = content_words(grammar, steps)
-        kinds: dict[tuple[str, ...], list[Transition]] = {}
-        for t in steps:
-            thought = self.thought(t)
-            content = grammar.content_words(thought)
-            kinds.setdefault(tuple(w for w in thought.split(" ") if w not in content and not re.search(r"\d", w)), []).append(t)
-        self.kinds = list(kinds.values())
-        self.weights = list(itertools.accumulate(len(kind) ** 0.5 for kind in self.kinds))
-
-    def thought(self, t: Transition) -> str:
-        return self.grammar.consider(t.task, t.state, t.history) if self.reasoning else ""
+        self.words = content_words(grammar, self.steps)
 
     def draw(self, rng: random.Random) -> llm.Row:
-        t = rng.choice(*rng.choices(self.kinds, cum_weights=self.weights))
+        t = rng.choice(self.steps)
+        history, action, thought = t.history, t.action, ""
+        if self.reasoning:
+            thought = self.grammar.consider(t.task, t.state, history)
+            if rng.random() < 0.5:
+                history, followed = self.grammar.revisited(t.task, t.state, history, rng), thought.endswith(action)
+                thought = self.grammar.consider(t.task, t.state, history)
+                action = " ".join(thought.split(" ")[-2:]) if followed and history != t.history else action
         names = random_names(self.words, rng) if rng.random() < self.rename else {}
-        thought = self.thought(t)
-        task, state, action, thought, *history = (rename(text, names)
-                                                  for text in (t.task, t.state, t.action, thought, *t.history))
+        task, state, action, thought, *history = (rename(text, names) for text in (t.task, t.state, action, thought, *history))
         offered = [rename(text, names) for text in self.grammar.admissible(t.state)]
         return llm.Row(self.fmt.prompt(task, history, state, offered), self.fmt.target(action, thought))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Protocol
+from typing import Any, Callable, Iterable, Protocol, Sequence
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,9 @@ class Grammar(Protocol):
 
     def counterfactual(self, task: str, state: str, action: str, next_state: str, rng) -> str | None:
         """Another task text for the same step that ``decides``, some checks broken at random; None where there is none."""
+
+    def revisited(self, task: str, state: str, history: Sequence[str], rng) -> list[str]:
+        """A history that may have led to the same state, in which more was looked at before; for cloned policies."""
 
     def consider(self, task: str, state: str, history: list[str]) -> str:
         """What an agent should look at before it acts, in look-up form: the thought of a cloned policy."""

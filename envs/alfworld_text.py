@@ -753,6 +753,10 @@ class ALFWorldGrammar:
             return " ".join([*held, wish.recep, ",", *_search_words(page)])
         return " ".join([*held, wish.recep, *_as_seen(page, o, r), *([o] if r in page.here else [])])
 
+    def revisited(self, task: str, state: str, history: Sequence[str], rng: random.Random) -> list[str]:
+        """The history as it is: the state itself tells what was looked at."""
+        return list(history)
+
     def counterfactual(self, task: str, state: str, action: str, next_state: str, rng: random.Random) -> str | None:
         """Another task for the same step, where there are such: half of the time one that it fulfils, else one of the
         wrong kind, object or receptacle.  Tasks that were fulfilled before are left out: there the episode had ended."""

@@ -530,6 +530,16 @@ class WebShopGrammar:
         return " ".join(words)
 
     # ---------------------------------------------------------------- augmentation
+    def revisited(self, task: str, state: str, history: Sequence[str], rng: random.Random) -> list[str]:
+        """A history of a results page in which one to four more hits were opened, in the order of the thoughts, as far as
+        one is left to open; that of any other page as it is."""
+        for _ in range(rng.randint(1, 4) if self.kind(state) == "results" else 0):
+            more = [*history, " ".join(self.consider(task, state, history).split(" ")[-2:]), "click prev"]
+            if " ok click " not in self.consider(task, state, more):
+                break
+            history = more
+        return list(history)
+
     def counterfactual(self, task: str, state: str, action: str, next_state: str, rng: random.Random) -> str | None:
         """Another task for the same purchase; ``judge`` on the page gives its label, no environment is asked.
 
