@@ -95,6 +95,8 @@ def preflight(cfg: Config) -> None:
 
 # ------------------------------------------------------------------------------------------------ report, show
 def report_command(args: argparse.Namespace) -> int:
+    if len({os.path.abspath(folder) for folder in args.runs}) < len(args.runs):
+        raise UserError("a run is named twice, and would count as two seeds; name each once")
     out = args.out or report.default_out(args.runs)
     print(report.write(args.runs, out))
     return 0
@@ -130,6 +132,8 @@ def tasks_command(args: argparse.Namespace) -> int:
 
 def validate_command(args: argparse.Namespace) -> int:
     """Raises UserError where something is wrong with the file."""
+    if args.file.exists() and not args.file.is_file():
+        raise UserError(f"{args.file}: is {'a folder' if args.file.is_dir() else 'no regular file'}; name a file")
     problems = buffer.validate_file(args.file)
     put(report.printable(str(problem)) for problem in problems)
     if problems:

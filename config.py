@@ -305,6 +305,12 @@ def contradictions(c: Config) -> Iterator[tuple[str, str]]:
 
     if c.env.human_goals and (c.env.name != "webshop" or c.env.data is None):
         yield "env.human_goals", "only the official WebShop data hold human goals: name their folder in env.data"
+    for key, value in (("run.out", c.run.out), ("env.data", c.env.data)):
+        try:
+            Path(value or ".").expanduser()
+        except RuntimeError:
+            yield key, f"{_show(value)}: there is no such user's home"
+            return
     if c.env.name == "webshop" and c.env.data is not None and not Path(c.env.data).expanduser().is_dir():
         yield "env.data", f"no such folder: {c.env.data}"         # the games of ALFWorld say themselves what is missing
     if c.collect.expert + c.collect.noisy == 0:

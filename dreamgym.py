@@ -50,7 +50,7 @@ CURVE_EVERY, SFT_SAVE_EVERY = 20, 200      # optimizer steps between points of t
 EVAL_ROWS = 96                             # episodes side by side in an evaluation
 TOKENIZER_WORDS = 1_200_000                # of training texts are enough for a tokenizer
 KEPT = 12                                  # greedy episodes of every policy that an evaluation keeps in real.jsonl
-GATE_EPISODES = {"expert": 1, "noisy": 2.5, "mediocre": 2, "random": 0.4, "curious": 0.2}     # x eval.validation_tasks
+GATE_EPISODES = {"expert": 1, "noisy": 3, "mediocre": 2, "random": 0.4, "curious": 0.2}     # x eval.validation_tasks
 GATE_PURCHASES = 240                       # of each outcome
 STAGES = ("collect", "policy", "mexp", "fidelity", "dream", "s2r", "real", "eval")
 RL_STAGES = {"dream": ("dream", "s2r"), "real": ("real",), "both": ("dream", "s2r", "real"), "bc": ()}   # by method
@@ -429,7 +429,7 @@ def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, inte
             job.curriculum.grow(job.writer, len(tasks))                              # variations, Eq. 6
             job.iteration += 1
             metrics = rollouts.summary(everything) | groups | update | enriched
-            validation = job.validate()
+            validation, stop = job.validate(), parallel.agree(bool(interrupt))
             if run:
                 run.log(stage, job.iteration, **metrics, **validation, **job.curriculum.metrics())
                 for alarm in training.alarms(metrics, job.policy.model.config.vocab_size):
@@ -437,9 +437,9 @@ def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, inte
                 run.log_times(stage, job.iteration, seconds=time.perf_counter() - began)
                 shown = {"success": metrics["success"], "reward": metrics["outcome"], "kl": metrics["ref_k3"]} | validation
                 progress.update(1, **{name: value for name, value in shown.items() if value is not None})
-                if job.iteration % cfg.rl.save_every == 0 or job.finished():
+                if job.iteration % cfg.rl.save_every == 0 or job.finished() or stop:
                     run.checkpoint(stage, job.iteration, job.state(), score=validation["real_greedy"])
-            if parallel.agree(bool(interrupt)):
+            if stop:
                 raise Stopped
 
 
@@ -538,7 +538,7 @@ class RLJob:
         mine = [(t, n) for t, n in parallel.share(list(zip(tasks, names))) for _ in range(self.cfg.rl.group_size)]
         if self.mexp:
             self.mexp.forget()
-            self.batch.prefix = f"dream-{iteration}-{parallel.rank()}"
+            self.batch.begin(f"dream-{iteration}-{parallel.rank()}")
         shown = Renamed(self.batch, [n for _, n in mine])
         return rollouts.rollout(self.policy, shown, shown.tasks([t for t, _ in mine]),
                                 [f"{iteration}/{t.id}" for t, _ in mine], self.format,
@@ -792,6 +792,7 @@ def main() -> int:
     overrides = args.overrides + ([f"run.method={args.method}"] if args.method else [])
     cfg, reason = config.load(args.config, args.profile, overrides)
     if args.dry_run:
+        print(f"run folder {cfg.run.out}; {reason}\n{commands.estimate(cfg)}", flush=True)
         commands.dry_run(cfg)
         return 0
     try:

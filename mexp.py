@@ -188,6 +188,10 @@ class DreamEnv:
         self.started = 0
         self.transitions: list[Transition] = []               # what was dreamed since ``reset``
 
+    def begin(self, prefix: str) -> None:
+        """Episodes are numbered anew, under another name."""
+        self.prefix, self.started = prefix, 0
+
     def reset(self, tasks: Sequence[Task]) -> list[str]:
         self.queries = [Query(t.text, t.id, f"{self.prefix}/{self.started + i}", [], [], t.start, "")
                         for i, t in enumerate(tasks)]

@@ -717,6 +717,9 @@ BROWSER = """<div class=bar><select id=filter aria-label="which episodes"><optio
 <noscript>The browser of trajectories needs JavaScript.</noscript>"""
 
 
+MARK = b"<title>DreamGym"                                      # of a report among other files
+
+
 def page(runs: Sequence[RunData]) -> str:
     """The whole HTML file."""
     groups = methods(runs)
@@ -776,6 +779,8 @@ def write(folders: Sequence[Path], out: Path) -> str:
         raise UserError(f"{out}: no such folder {out.parent}")
     if out.exists() and not out.is_file():                     # replacing /dev/null would be no good idea either
         raise UserError(f"{out}: is {'a folder' if out.is_dir() else 'no regular file'}; name a file")
+    if out.exists() and out.stat().st_size and MARK not in out.read_bytes()[:400]:
+        raise UserError(f"{out}: is no report, and would be lost; name another file")
     started = time.perf_counter()
     data = page([read_run(folder) for folder in folders]).encode("utf-8", "replace")
     write_whole(out, data)

@@ -223,7 +223,7 @@ class Checkpoints:
         return self.folder / f"{step:08d}.safetensors"
 
     def steps(self) -> list[int]:
-        return sorted(int(path.stem) for path in self.folder.glob("[0-9]*.safetensors"))
+        return sorted(int(path.stem) for path in self.folder.glob("[0-9]*.safetensors") if path.stem.isdecimal())
 
     def scores(self) -> dict[int, float]:
         """Step -> score up to the newest checkpoint, which carries them: one file, so they cannot disagree."""

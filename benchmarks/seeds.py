@@ -51,6 +51,8 @@ class Found:
         if not (folder / "results.json").exists():
             raise UserError(f"{folder}: holds no results.json, so it is no finished run")
         data = report.read_run(folder)
+        if not data.starts:
+            raise UserError(f"{folder}: holds no run.json, so nobody knows how it was made; restore it")
         return cls(folder, data.cfg, data.results, data.fidelity.get("fidelity.json", {}),
                    [line for lines in data.metrics.values() for line in lines], data.starts[-1])
 

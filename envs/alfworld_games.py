@@ -32,7 +32,8 @@ from envs import Task
 from envs.alfworld_text import (CAN_HOLD, CLEANABLE, CONTAINERS, COOLABLE, HEATABLE, KINDS, LAMP_STANDS, LAMPS,
                                 OPENABLE, PICKUPABLE, SLICEABLE, STATION, TEMPLATES, Page, render, task_text)
 
-INSTALL = "pip install --no-deps -r requirements-alfworld.txt"
+INSTALL = "pip install --no-deps -r requirements-alfworld.txt"         # to play on textworld's own engine, too
+PACKAGE = "pip install --no-deps alfworld==0.4.2"
 OFFICIAL_SPLITS = {"train": "train", "valid_seen": "validation", "valid_unseen": "test"}
 UNSEEN_SCENES = (10, 219, 308, 424)                 # one kitchen, living room, bedroom, bathroom: as in valid_unseen
 # Rules and texts that the rule engine was checked against, as ``fingerprint`` sees them.  Official release 2.1.1/2 and
@@ -354,7 +355,7 @@ def _package() -> Path:
     """Folder of the installed alfworld package; it is not imported (importing it creates a folder in $HOME)."""
     spec = importlib.util.find_spec("alfworld")
     if spec is None or not spec.submodule_search_locations:
-        raise UserError(f"ALFWorld needs the alfworld package; run: {INSTALL}")
+        raise UserError(f"ALFWorld needs the alfworld package; run: {PACKAGE}")
     return Path(next(iter(spec.submodule_search_locations)))
 
 

@@ -482,7 +482,7 @@ def test_missing_things_are_told_in_one_line(tmp_path, monkeypatch):
             alfworld_games.load(data)
         assert "\n" not in str(error.value)
     monkeypatch.setattr(alfworld_games.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install --no-deps -r requirements-alfworld.txt"):
+    with pytest.raises(UserError, match="pip install --no-deps alfworld==0.4.2"):
         alfworld_games._package()
 
 

@@ -100,7 +100,7 @@ SETTINGS = [
     ("run.processes=3", "cannot be shared"), ("run.seed=-1", "at least 0"), ("run.seed=4294967296", "less than"),
     ("run.tracker=mlflow", "one of none, tensorboard, wandb"), ("run.out=' '", "no usable text"),
     ("run.out='\x00'", "no usable text"), ("run.out='a\nb'", "no usable text"), ("run.out=" + "x" * 1001, "no usable text"),
-    ("run.out=" + "x" * 999, "file name too long"), ("env.name=webshp", "did you mean webshop?"),
+    ("run.out=~nobodyhere/x", "no such user"), ("run.out=" + "x" * 999, "file name too long"), ("env.name=webshp", "did you mean webshop?"),
     ("env.data=/no/such/folder", "no such folder"), ("env.human_goals=true", "name their folder"),
     ("env.catalog_seed=x", "whole number"), ("env.max_steps=0", "at least 1"), ("collect.noisy=0", "needs successful"),
     ("collect.noisy=-1", "at least 0"), ("policy_model.tiny.heads=5", "head size"), ("policy_model.quant=nf4", "tiny model"),
@@ -142,10 +142,12 @@ COMMANDS = [
     (("report",), "required"), (("report", "nope"), "no such folder"), (("report", "FULL"), "no run folder"),
     (("report", "FILE"), "no such folder"), (("report", "RUN", "--out", "FULL"), "is a folder"),
     (("report", "RUN", "--out", "nope/r.html"), "no such folder"), (("report", "RUN", "--out", "/dev/null"), "no regular"),
+    (("report", "RUN", "--out", "YAML"), "is no report"), (("report", "RUN", "RUN"), "named twice"),
+    (("validate", "/dev/zero"), "no regular file"),
     (("report", "RUN", "--out", "FULL/" + "x" * 300), "file name too long"), (("report", "\x00"), "no such folder"),
     (("show", "RUN", "--episode", "99"), "1 to 6"), (("show", "RUN", "--episode", "0"), "1 to 6"),
     (("show", "RUN", "--episode", HOSTILE), "no episode"), (("show", "RUN", "--episode", "9" * 9999), "no episode"),
-    (("tasks", "FULL"), "no run folder"), (("validate", "FULL"), "cannot read"), (("validate", "nope"), "cannot read"),
+    (("tasks", "FULL"), "no run folder"), (("validate", "FULL"), "is a folder"), (("validate", "nope"), "cannot read"),
     (("eval", "RUN", "--stage", "s2r"), "it has dream, policy"), (("eval", "RUN", "--stage", "x"), "invalid choice"),
     (("eval", "RUN", "--temperature", "hot"), "invalid float"), (("eval", "RUN", "--temperature", "nan"), "between 0 and 5"),
     (("eval", "RUN", "--temperature", "-1"), "between 0 and 5"), (("eval", "RUN", "--split", "train"), "invalid choice"),
@@ -369,7 +371,8 @@ def test_alfworld_without_its_package_or_games(refused, tmp_path, monkeypatch):
     monkeypatch.delenv("ALFWORLD_DATA", raising=False)
     (tmp_path / "c.yaml").write_text(SMALL)
     line = refused("--config", tmp_path / "c.yaml", "--profile", "smoke", "--set", "env.name=alfworld", "--set",
-                   f"run.out={tmp_path / 'run'}", "--set", f"env.data={tmp_path}")
+                   f"run.out={tmp_path / 'run'}", "--set", f"env.data={tmp_path}", "--set", "rl.rename=0", "--set",
+                   "mexp.invent=0")
     assert "pip" in line or str(tmp_path) in line
 
 

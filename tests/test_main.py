@@ -289,6 +289,16 @@ def test_interrupted_in_every_stage_it_ends_the_same(finished, tmp_path):
     assert outcome(out) == outcome(whole)
 
 
+def test_an_interruption_saves_whatever_save_every_says(tmp_path):
+    out = tmp_path / "run"
+    process = start(out, "--set", "rl.save_every=100", "--set", "rl.iterations=30", "--set", "rl.eval_every=0")
+    wait_for(lambda: (out / "metrics.jsonl").exists() and b"dream" in (out / "metrics.jsonl").read_bytes(), process, out)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(300)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert runs.Checkpoints(out / "checkpoints/dream", 1).steps() == [max(x["step"] for x in lines if x["stage"] == "dream")]
+
+
 def test_a_second_interruption_ends_it_at_once(tmp_path):
     out = tmp_path / "run"
     process = start(out, "--set", "policy.steps=100000")

@@ -157,7 +157,7 @@ def test_a_bad_answer_is_asked_for_once_more(fake):
     [p] = model.predict([query()])
     assert p.done and p.success and p.next_state == "[done]"
     assert [temperature for _, temperature in model.lm.asked] == [0.0, 1.0]      # greedy again would be bad again
-    assert model.counts == {"steps": 1, "generated": 2, "unparsed": 1, "failed": 0}
+    assert model.counts == {"steps": 1, "generated": 2, "unparsed": 1, "failed": 0, "trimmed": 0}
 
 
 def test_two_bad_answers_end_the_episode_as_a_failure(fake):

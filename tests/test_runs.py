@@ -233,6 +233,7 @@ def test_newest_and_best_checkpoints_are_kept(tmp_path):
     assert checkpoints.steps() == [] and checkpoints.best() is None
     for step, score in enumerate([0.1, 0.7, 0.7, None, 0.5, 0.2], start=1):
         checkpoints.save(step, {"step": step}, score)
+    (tmp_path / "c" / "00000006 copy.safetensors").write_bytes(b"")                       # somebody's own file
     assert checkpoints.steps() == [2, 5, 6] and checkpoints.best() == 2
     checkpoints.save(7, {}, 0.9)
     assert checkpoints.steps() == [6, 7] and checkpoints.best() == 7
