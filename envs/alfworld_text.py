@@ -747,7 +747,7 @@ class ALFWorldGrammar:
             return " ".join(["[hold]", *held, *(_at(page, r) + [page.held, r] if r else [])])
         if wish.kind != "light":
             r = _goal(wish, page)
-            return " ".join([*held, *_at(page, r), page.held, r])
+            return " ".join([*held, *_listed(page, r), page.held, r])
         o, r = _lamps(page, wish.recep)[0] if _lamps(page, wish.recep) else (None, None)
         if o is None:
             return " ".join([*held, wish.recep, ",", *_search_words(page)])
@@ -814,13 +814,17 @@ def _place_of(page: Page, word: str, held_first: bool = False) -> list[str]:
     return entry[:next(i for i, w in enumerate(entry) if w in MARKS) + 1]
 
 
-def _at(page: Page, r: str) -> list[str]:
-    """A receptacle as the state begins its entry: ``[at] drawer open @ 3``, ``drawer closed ! 2``, ``[new] desk ? 1``."""
+def _listed(page: Page, r: str) -> list[str]:
+    """A receptacle as the state lists it: ``drawer open @ 3``, ``drawer closed ! 2``, ``desk ? 1``."""
     word, number = r.split(" ")
-    status = [page.status[r]] if page.status[r] != "seen" else []
-    if r in page.here:
-        return ["[at]" if r == page.here[0] else "[by]", word, *status, "@", number]
-    return ["[new]", word, "?", number] if page.status[r] == "new" else [word, *status, "!", number]
+    mark = "@" if r in page.here else "?" if page.status[r] == "new" else "!"
+    return [word, *([page.status[r]] if page.status[r] != "seen" and mark != "?" else []), mark, number]
+
+
+def _at(page: Page, r: str) -> list[str]:
+    """The same behind its section's head, where that is what to look up: ``[at] drawer open @ 3``, ``[new] desk ? 1``."""
+    head = ["[at]" if r == page.here[0] else "[by]"] if r in page.here else ["[new]"] if page.status[r] == "new" else []
+    return [*head, *_listed(page, r)]
 
 
 def _as_seen(page: Page, o: str, r: str) -> list[str]:
