@@ -16,11 +16,15 @@ import contextlib
 import itertools
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Callable, Iterator, Sequence
+
+if __name__ == "__main__":                                     # until there is something to save, Ctrl-C ends it quietly
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -804,4 +808,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(config.run_main(main))

@@ -74,6 +74,15 @@ def _child(fn: Callable, threads: int, args: tuple, errors) -> None:
     os._exit(0)                                                # at a normal exit threads of libraries now and then abort
 
 
+def _start(process) -> None:
+    """Start it deaf to Ctrl-C from its first moment, which it inherits: its imports would end in a traceback."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _raise(errors, processes) -> None:
     """Re-raise the first error of a helper process, if one ended badly."""
     if all(p.exitcode in (0, None) for p in processes):
@@ -107,7 +116,7 @@ def side_by_side(jobs: Sequence[tuple[Callable, tuple]], threads: int, at_once: 
     asked = False
     try:
         for p in processes:
-            p.start()
+            _start(p)
         while any(p.is_alive() for p in processes):
             for p in processes:
                 p.join(0.2)
@@ -158,7 +167,7 @@ def spmd(fn: Callable, count: int, threads: int, args: tuple, first: tuple = ())
               for r in range(1, count)]
     try:
         for p in others:
-            p.start()
+            _start(p)
         _join(0, count, port)
         result = fn(*args, *first)
         for p in others:

@@ -731,7 +731,7 @@ class ALFWorldGrammar:
         task, and where to look next.
         """
         page, wish = parse(state), parse_task(task)
-        held = [*_items([page.held], page.conditions, "*")[:-1]] if page.held else []
+        held = _items([page.held], page.conditions, "*")[:-1] if page.held else []
         if not held:
             o, r = _source(wish, page) or (None, None)
             if o is None:
