@@ -199,7 +199,8 @@ def _open_state(path: Path) -> Iterator[Any]:
                 raise UserError(f"{path}: not a file of this program")
             yield file
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: damaged ({type(error).__name__}); delete it to go on from the one before") from None
+        raise UserError(f"{path}: damaged ({type(error).__name__}); restore it, or delete it to go on from the one before; "
+                        f"if its stage is finished: --from {path.parent.name}") from None
 
 
 def load_state(path: str | os.PathLike) -> Any:
@@ -566,6 +567,9 @@ def git_commit() -> str | None:
         return None
 
 
+LEFT = {"fidelity": "fidelity.json", "eval": "results.json"}           # what a finished stage leaves besides a checkpoint
+
+
 class Run:
     """An open run folder; see the module's docstring.  Made by ``Run.open``."""
 
@@ -625,9 +629,11 @@ class Run:
             self.ledger.restore(position["ledger"])
             self._keys = self._read_keys(position["metrics_bytes"])
             for stage, entry in self._done.items():
-                if entry.get("step") and not self.checkpoints(stage).path(entry["step"]).exists():
-                    raise UserError(f"{self.checkpoints(stage).path(entry['step'])}: missing, the result of a finished "
-                                    f"stage; restore it or repeat from there: --from {stage}")
+                left = [self.checkpoints(stage).path(entry["step"])] if entry.get("step") else []
+                for path in left + ([self.folder / LEFT[stage]] if stage in LEFT else []):
+                    if not path.exists():
+                        raise UserError(f"{path}: missing, the result of a finished stage; restore it or repeat from "
+                                        f"there: --from {stage}")
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError(f"{self.folder / 'stages.json'}: damaged (not what was written); restore it or choose "
                             f"another run.out") from None

@@ -253,6 +253,11 @@ def test_files_that_are_gone_or_of_another_run(refused, folder, broken):
     stages["done"]["policy"] = stages["done"]["collect"] | {"step": 20}
     (broken / "stages.json").write_text(json.dumps(stages))
     assert "00000020.safetensors: missing, the result of a finished stage" in refused(*resume(broken))
+    stages["done"]["policy"]["step"] = 0
+    for stage, left in (("fidelity", "fidelity.json"), ("eval", "results.json")):
+        (broken / left).unlink(missing_ok=True)
+        (broken / "stages.json").write_text(json.dumps({**stages, "done": stages["done"] | {stage: stages["done"]["policy"]}}))
+        assert f"{left}: missing, the result of a finished stage" in refused(*resume(broken))
     stages["done"]["policy"] |= {"step": 0, "metrics_bytes": 10**9}
     (broken / "stages.json").write_text(json.dumps(stages))
     assert "metrics.jsonl: shorter" in refused(*resume(broken))
