@@ -132,8 +132,7 @@ def tasks_command(args: argparse.Namespace) -> int:
 
 def validate_command(args: argparse.Namespace) -> int:
     """Raises UserError where something is wrong with the file."""
-    if args.file.exists() and not args.file.is_file():
-        raise UserError(f"{args.file}: is {'a folder' if args.file.is_dir() else 'no regular file'}; name a file")
+    report.refuse_no_file(args.file)
     problems = buffer.validate_file(args.file)
     put(report.printable(str(problem)) for problem in problems)
     if problems:

@@ -283,10 +283,10 @@ class CloningRows:
         history, action, thought = t.history, t.action, ""
         if self.reasoning:
             thought = self.grammar.consider(t.task, t.state, history)
-            if rng.random() < 0.5:
-                history, followed = self.grammar.revisited(t.task, t.state, history, rng), thought.endswith(action)
+            if rng.random() < 0.5 and (more := self.grammar.revisited(t.task, t.state, history, rng)) != history:
+                history, followed = more, thought.endswith(action)
                 thought = self.grammar.consider(t.task, t.state, history)
-                action = " ".join(thought.split(" ")[-2:]) if followed and history != t.history else action
+                action = " ".join(thought.split(" ")[-2:]) if followed else action
         names = random_names(self.words, rng) if rng.random() < self.rename else {}
         task, state, action, thought, *history = (rename(text, names) for text in (t.task, t.state, action, thought, *history))
         offered = [rename(text, names) for text in self.grammar.admissible(t.state)]

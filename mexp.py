@@ -175,8 +175,9 @@ class DreamEnv:
     """The synthetic MDP: N episodes side by side inside the experience model.  No real transition is ever made.
 
     Speaks the batched protocol of ``rollouts.rollout``.  An answer without an action changes nothing and is not asked
-    about; a step that the model could not write down ends its episode as a failure, never as a success.  ``reward_source``: ``model`` believes the model's success flag (the paper),
-    ``rules`` asks the grammar's judge about the dreamed page (dynamics stay dreamed).
+    about; a step that the model could not write down ends its episode as a failure, never as a success.
+    ``reward_source``: ``model`` believes the model's success flag (the paper), ``rules`` asks the grammar's judge about
+    the dreamed page (dynamics stay dreamed).
     """
 
     source = "dream"

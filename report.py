@@ -585,15 +585,14 @@ def browser_data(runs: Sequence[RunData]) -> tuple[list[dict], list[str], int]:
         dreamed = choose(list(episodes.by_file["dream.jsonl"].values()), max(1, DREAMED // len(runs)))
         demos: dict[str, list[list[Transition]]] = {}
         replays: dict[str, list[Replayed] | None] = {}
-        done: dict[str, list[Replayed] | None] = {}
         try:
             demos = episodes.demonstrations(dreamed) if dreamed else {}
             with Progress(f"report {run.name}", len(dreamed)) as progress:
                 for e in dreamed:
-                    done[e[0].episode] = episodes.replay(e)
+                    replays[e[0].episode] = episodes.replay(e)
                     progress.update(1)
-            replays = done
         except UserError as error:
+            replays.clear()                                    # all or none
             notes.append(f"{run.name}: no demonstrations and no real counterparts: {error}")
         cost += episodes.replayed
         found += [episode_data(e, run.name, demos.get(e[0].episode), replays.get(e[0].episode)) for e in dreamed]
@@ -773,12 +772,17 @@ def describe(run: RunData) -> str:
     return f"{run.name}: {run.cfg.env.name}, method {run.cfg.run.method}, seed {run.cfg.run.seed}{commit}"
 
 
+def refuse_no_file(path: Path) -> None:
+    """Raises UserError for a folder or a device; there may be nothing yet."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: is {'a folder' if path.is_dir() else 'no regular file'}; name a file")
+
+
 def write(folders: Sequence[Path], out: Path) -> str:
     """Write the report; returns the line to print.  Raises UserError."""
     if not out.parent.is_dir():
         raise UserError(f"{out}: no such folder {out.parent}")
-    if out.exists() and not out.is_file():                     # replacing /dev/null would be no good idea either
-        raise UserError(f"{out}: is {'a folder' if out.is_dir() else 'no regular file'}; name a file")
+    refuse_no_file(out)                                        # replacing /dev/null would be no good idea either
     if out.exists() and out.stat().st_size and MARK not in out.read_bytes()[:400]:
         raise UserError(f"{out}: is no report, and would be lost; name another file")
     started = time.perf_counter()

@@ -247,17 +247,17 @@ def render(page: Page) -> str:
     if seen := _elsewhere(page):
         words += ["[seen]", *seen]
     away = [r for r in page.status if r not in page.here]
-    for section, mark, chosen in (("[visited]", "!", [r for r in away if page.status[r] != "new"]),
-                                  ("[new]", "?", [r for r in away if page.status[r] == "new"])):
+    turn = _turn(page)
+    for section, mark, chosen, order in (
+            ("[visited]", "!", [r for r in away if page.status[r] != "new"], lambda group: group),
+            ("[new]", "?", [r for r in away if page.status[r] == "new"], lambda group: turn(group[0]))):
         groups: dict[tuple[str, str], list[str]] = {}
         for r in sorted(chosen, key=_order):
             groups.setdefault((cls(r), page.status[r]), []).append(r.split(" ")[1])
         if groups:
             words.append(section)
-            turn = _turn(page)
-            for (word, status), numbers in sorted(groups.items(),
-                                                  key=lambda g: turn(g[0][0]) if mark == "?" else g[0]):
-                words += [word, *([status] if status not in ("seen", "new") else []), mark, *numbers, ","]
+            for word, status in sorted(groups, key=order):
+                words += [word, *([status] if status not in ("seen", "new") else []), mark, *groups[word, status], ","]
     return " ".join(words)
 
 
@@ -748,7 +748,7 @@ class ALFWorldGrammar:
         if wish.kind != "light":
             r = _goal(wish, page)
             return " ".join([*held, *_listed(page, r), page.held, r])
-        o, r = _lamps(page, wish.recep)[0] if _lamps(page, wish.recep) else (None, None)
+        o, r = next(iter(_lamps(page, wish.recep)), (None, None))
         if o is None:
             return " ".join([*held, wish.recep, ",", *_search_words(page)])
         return " ".join([*held, wish.recep, *_as_seen(page, o, r), *([o] if r in page.here else [])])
@@ -926,7 +926,7 @@ def explorer(task: str, state: str, rng: random.Random) -> str:
         r = _aside(page)
         return (reach(r) or f"move {held} to {r}") if r else rng.choice(sorted(commands(page)))
     if wish.kind == "light":
-        o, r = _lamps(page, wish.recep)[0] if _lamps(page, wish.recep) else (None, None)
+        o, r = next(iter(_lamps(page, wish.recep)), (None, None))
         return search() if o is None else f"use {o}" if r in page.here else f"go to {r}"
     r = _goal(wish, page)
     if _untreated(wish, page):
