@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import math
 import random
-import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -44,7 +42,8 @@ import rollouts
 from buffer import Transition, read_transitions
 from config import UserError
 from envs import Env, Grammar, Task, World, open_world
-from mexp import DreamEnv, ExperienceModel, Prediction, Query, content_words, invented_words, queries_of, rename
+from mexp import (DreamEnv, ExperienceModel, Prediction, Query, action_kind, content_words, invented_words, queries_of,
+                  rename)
 from runs import Progress, Run, derive_seed, write_whole
 
 Z = 1.959964                    # two-sided 95 %
@@ -195,13 +194,8 @@ def field_scores(grammar: Grammar, real: str, predicted: str | None) -> dict[str
 
 
 def action_kinds(grammar: Grammar, transitions: Sequence[Transition]) -> list[str]:
-    """What each step does: as the grammar names it, else page kind and action without its content words and numbers
-    (``results: click ..``)."""
-    found = [grammar.move(t.state, t.action) for t in transitions] if hasattr(grammar, "move") else []
-    for t in transitions if not found else ():
-        content = grammar.content_words(t.action)
-        words = [".." if w in content or re.search(r"\d", w) else w for w in t.action.split(" ")]
-        found.append(f"{grammar.kind(t.state)}: " + " ".join(w for w, _ in itertools.groupby(words)))
+    """``mexp.action_kind`` of each step; the rare ones together."""
+    found = [action_kind(grammar, t.state, t.action) for t in transitions]
     count = Counter(found)
     return [kind if count[kind] >= RARE * len(found) else "other actions" for kind in found]
 

@@ -283,9 +283,11 @@ def construct_copy_heads(model) -> None:
 # ------------------------------------------------------------------------------------------------ sampling
 @dataclass
 class Sample:
-    """One sampled continuation: ``ids`` end with a stop token unless ``cut`` (the length limit came first)."""
+    """One sampled continuation: ``ids`` end with a stop token unless ``cut`` (the length limit came first).
+    ``logprobs``: what the sampler gave each of them, at its temperature; empty where it was greedy."""
     ids: list[int]
     cut: bool
+    logprobs: list[float] = field(default_factory=list)
 
 
 def head_size(config) -> int:
@@ -402,6 +404,7 @@ def _generate(lm: LM, prompts, repeats: list[int], max_new: int, temperature: fl
 
     source = [i for i, n in enumerate(repeats) for _ in range(n)]                             # sample -> prompt
     samples: list[list[int]] = [[] for _ in source]
+    logprobs: list[list[float]] = [[] for _ in source]
     live: list[int | None] = list(range(len(source)))          # sample of each row; None for a spare row
     live += [None] * (round_up(len(live), multiple) - len(live))
     rows = torch.tensor(source + [0] * (len(live) - len(source)), device=device)
@@ -415,7 +418,11 @@ def _generate(lm: LM, prompts, repeats: list[int], max_new: int, temperature: fl
         if temperature == 0:
             token = logits.argmax(-1)
         else:
-            token = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)[:, 0]
+            probabilities = torch.softmax(logits / temperature, -1)
+            token = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+            for sample, p in zip(live, probabilities.gather(-1, token[:, None])[:, 0].log().tolist()):
+                if sample is not None:
+                    logprobs[sample].append(p)
         for row, (sample, t) in enumerate(zip(live, token.tolist())):
             if sample is not None:
                 samples[sample].append(t)
@@ -433,7 +440,7 @@ def _generate(lm: LM, prompts, repeats: list[int], max_new: int, temperature: fl
         position = position + 1
         logits = model(input_ids=token[:, None], attention_mask=full[:, :T + step + 1], position_ids=position,
                        cache=cache, use_cache=True).logits[:, -1]
-    return [Sample(s, cut=s[-1] not in stop) for s in samples]
+    return [Sample(s, s[-1] not in stop, p) for s, p in zip(samples, logprobs)]
 
 
 # ------------------------------------------------------------------------------------------------ log-probs

@@ -5,9 +5,11 @@ behind the protocol that the real environments speak.
 """
 from __future__ import annotations
 
+import itertools
 import random
+import re
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, replace
 from typing import Sequence
 
@@ -273,6 +275,16 @@ def content_words(grammar: Grammar, transitions: Sequence[Transition]) -> list[s
     return sorted(set().union(*map(grammar.content_words, texts)))
 
 
+def action_kind(grammar: Grammar, state: str, action: str) -> str:
+    """What a step does: as the grammar names it (``move``), else page kind and action without its content words and
+    numbers (``results: click ..``)."""
+    if hasattr(grammar, "move"):
+        return grammar.move(state, action)
+    content = grammar.content_words(action)
+    words = [".." if w in content or re.search(r"\d", w) else w for w in action.split(" ")]
+    return f"{grammar.kind(state)}: " + " ".join(w for w, _ in itertools.groupby(words))
+
+
 class TrainingRows:
     """Rows for Eq. 5 out of real transitions; ``draw(rng)`` makes one, augmented.
 
@@ -294,6 +306,10 @@ class TrainingRows:
         decides = codec.grammar.decides
         self.judged = [e for e in examples if e[1].done or decides(e[1].state, e[1].action)]
         self.plain = [e for e in examples if not (e[1].done or decides(e[1].state, e[1].action))]
+        kinds = [(action_kind(codec.grammar, t.state, t.action), codec.grammar.kind(t.next_state), t.next_state == t.state)
+                 for _, t, _ in self.plain]
+        count = Counter(kinds)                                 # a kind that is 100 times rarer is drawn 10 times rarer
+        self.until = list(itertools.accumulate(count[kind] ** -0.5 for kind in kinds))
         self.judged_share = judged_share if self.judged else 0.0
         self.words = dict.fromkeys(content_words(codec.grammar, transitions))       # in a fixed order
 
@@ -303,7 +319,10 @@ class TrainingRows:
                 for q, t, d in self.judged + self.plain]
 
     def draw(self, rng: random.Random) -> llm.Row:
-        q, t, demos = rng.choice(self.judged if rng.random() < self.judged_share else self.plain)
+        if rng.random() < self.judged_share:
+            q, t, demos = rng.choice(self.judged)
+        else:
+            (q, t, demos), = rng.choices(self.plain, cum_weights=self.until)
         if self.codec.grammar.decides(t.state, t.action) and rng.random() < self.counterfactual:
             q, t = self._changed(q, t, rng)
         prompt, target = self.codec.prompt(q, demos), self.codec.target(q, t, demos)

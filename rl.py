@@ -35,7 +35,7 @@ from config import UserError
 from envs import Task
 from rollouts import Episode
 from training import (Micro, action_logprobs, deal, explain_out_of_memory, less_training_memory, mode, optimizer_step,
-                      reference_policy, repetition, state_features, sum_over_ranks)
+                      reference_policy, repetition, sampler_gap, state_features, sum_over_ranks)
 
 SUMS = ("loss", "policy_loss", "entropy", "clip_fraction", "old_kl", "abs_log_ratio", "ref_k1", "ref_k3")  # logged
 
@@ -102,7 +102,7 @@ class Row:
 
     ``reward``: the turn's reward less its invalid penalty.  ``advantage``, ``divisor``: GRPO's, see
     ``group_baseline``; PPO computes its own.  ``bootstrap_ids``: prompt of the state after the turn, where the
-    episode was truncated.
+    episode was truncated.  ``sampled_logprobs``: of the action tokens, as the sampler saw them; only compared.
     """
     prompt_ids: list[int]
     action_ids: list[int]
@@ -112,6 +112,7 @@ class Row:
     advantage: float = 0.0
     divisor: float = 1.0
     bootstrap_ids: list[int] = field(default_factory=list)
+    sampled_logprobs: list[float] = field(default_factory=list)
 
 
 def rows_from(episodes: Sequence[Episode], cfg) -> tuple[list[Row], dict[str, float]]:
@@ -131,7 +132,7 @@ def rows_from(episodes: Sequence[Episode], cfg) -> tuple[list[Row], dict[str, fl
             continue
         for k, turn in enumerate(episode.turns):
             penalty = cfg.invalid_penalty * turn.invalid
-            row = Row(turn.prompt_ids, turn.action_ids, i, turn.reward - penalty, turn.cut)
+            row = Row(turn.prompt_ids, turn.action_ids, i, turn.reward - penalty, turn.cut, sampled_logprobs=turn.logprobs)
             if is_grpo:
                 row.divisor = divisor[i].item()
                 row.advantage = (episode.outcome - penalty - mean[i].item()) / row.divisor
@@ -390,4 +391,4 @@ def update(policy: llm.LM, ref: llm.LM | str | None, optimizer: torch.optim.Opti
                 totals.update({**sums, "grad_norm": norm * tokens, "tokens": tokens})
     seen = totals.pop("tokens")
     means = {name: x / seen if seen else None for name, x in totals.items()}
-    return metrics | means | dict(counts) | {"repetition": repetition(rows)}
+    return metrics | means | dict(counts) | {"sampler_gap": sampler_gap(rows, micros), "repetition": repetition(rows)}

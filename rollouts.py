@@ -28,6 +28,7 @@ class Turn:
     reward: float
     invalid: bool
     cut: bool
+    logprobs: list[float] = field(default_factory=list)        # of the action tokens, as the sampler saw them
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Episode:
 
     def light(self) -> Episode:
         """A copy without token ids, to pass between processes; statistics read nothing else."""
-        return replace(self, turns=[replace(t, prompt_ids=[], action_ids=[]) for t in self.turns], final_prompt_ids=[])
+        return replace(self, turns=[replace(t, prompt_ids=[], action_ids=[], logprobs=[]) for t in self.turns], final_prompt_ids=[])
 
 
 class PromptFormat(Protocol):
@@ -144,7 +145,7 @@ def rollout(policy: llm.LM, batch: Batch, tasks: Sequence[Task], group_ids: Sequ
             episode = episodes[i]
             invalid = not sample.cut and (action is None or info["invalid"])
             episode.turns.append(Turn(states[i], prompts[i], sample.ids, INVALID_ACTION if action is None else action,
-                                      state, reward, invalid, sample.cut))
+                                      state, reward, invalid, sample.cut, sample.logprobs))
             episode.prompt_tokens += len(prompts[i])
             episode.action_tokens += len(sample.ids)
             states[i] = state

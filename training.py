@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Iterator, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_BAD_STEPS = 3            # non-finite optimizer steps in a row that end the run
 MAX_PADDING = 0.07           # share of padding in a forward pass of several rows, besides rounding: with it under a tenth
+MAX_GAP = 0.05               # of the log-probs of sampler and trainer, mean per token; in one precision it is far smaller
 LENGTHS = 4                  # forward passes are padded to multiples of this: few shapes, see ``llm.round_up``
 
 
@@ -240,6 +242,19 @@ def repetition(rows: Sequence[Row]) -> float:
     return 1 - s["new"] / s["pairs"] if s["pairs"] else 0.0
 
 
+def sampler_gap(rows: Sequence[Row], micros: Sequence[Micro]) -> float | None:
+    """Mean absolute difference, per action token, of the log-probs of sampler and trainer: what makes samples
+    off-policy before the first step.  None where nothing was sampled."""
+    sums = Counter(tokens=0.0, gap=0.0)
+    for micro in micros:
+        sampled = [p for i in micro.rows for p in rows[i].sampled_logprobs]
+        if len(sampled) == len(micro.old_logprobs):
+            sums["tokens"] += len(sampled)
+            sums["gap"] += (micro.old_logprobs.cpu() - torch.tensor(sampled)).abs().sum().item()
+    s = sum_over_ranks(sums)
+    return s["gap"] / s["tokens"] if s["tokens"] else None
+
+
 def alarms(metrics: dict[str, float | None], vocabulary: int) -> list[str]:
     """Signs of a collapsing or dissolving policy in the metrics of ``rows_from`` and ``update`` together, one sentence
     each; mostly none."""
@@ -250,6 +265,9 @@ def alarms(metrics: dict[str, float | None], vocabulary: int) -> list[str]:
         found.append("the policy is deterministic (entropy below 0.001): raise rl.entropy_coef or lower rl.lr")
     if entropy is not None and entropy > 0.5 * math.log(vocabulary):
         found.append("the policy is close to random (entropy above half its maximum): lower rl.lr or rl.entropy_coef")
+    if (metrics.get("sampler_gap") or 0.0) > MAX_GAP:
+        found.append(f"sampler and trainer disagree about the samples (mean gap of log-probs above {MAX_GAP}): compute "
+                     "in a higher precision (dtype)")
     if metrics["repetition"] > 0.5:
         found.append("actions repeat themselves (more than half of the token pairs): lower rl.lr, raise rl.kl_coef")
     return found

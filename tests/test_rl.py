@@ -34,7 +34,7 @@ another file where it says so.
  27 top-k, top-p                impossible: own sampler without them; -> samples_follow_the_scored_distribution
  28 engine's log-probs          impossible: none are used
  29 top-1's log-prob            -> logprobs_are_those_of_plain_transformers
- 30 sampler numerics            -> sampler_and_trainer_agree_in_low_precision
+ 30 sampler numerics            -> sampler_and_trainer_agree_in_low_precision, gap_.._is_measured
  31 other batch shapes          -> ratio_is_one_at_any_temperature (low precision, too)
  32 log-softmax in bf16         test_llm.py::test_log_softmax_is_fp32_in_bf16_too
  33 stale old log-probs         -> old_logprobs_are_taken_once
@@ -415,6 +415,26 @@ def test_sampler_and_trainer_agree_in_low_precision(monkeypatch):
     with torch.no_grad():
         policy.model.lm_head.weight.mul_(3)
     assert not torch.equal(policy.sampler().lm_head.weight.float(), sampler.model.lm_head.weight)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_gap_between_sampler_and_trainer_is_measured(monkeypatch, dtype, most, temperature):
+    monkeypatch.setattr(llm, "compute_dtype", lambda device: dtype)
+    policy = tiny_policy()
+    prompts = [[2, 3], [4, 3, 2, 2], [3] * 9, [2, 3]]
+    samples = llm.generate(policy, prompts, 6, temperature, torch.Generator().manual_seed(0))
+    episodes = [episode(str(i // 2), float(i % 2)) for i in range(4)]
+    for e, prompt, sample in zip(episodes, prompts, samples):
+        e.turns[0].prompt_ids, e.turns[0].action_ids, e.turns[0].logprobs = prompt, sample.ids, sample.logprobs
+    rows, _ = rl.rows_from(episodes, config())
+    cfg = config(temperature=temperature, micro_tokens=12)
+    metrics = rl.update(policy, None, sgd(policy), rows, cfg)
+    assert 0 <= metrics["sampler_gap"] < most and not any("disagree" in a for a in training.alarms(metrics, 10**9))
+    with torch.no_grad():
+        policy.model.lm_head.weight.mul_(3)                    # what a forgotten weight sync looks like
+    metrics = rl.update(policy, None, sgd(policy), rows, cfg)
+    assert metrics["sampler_gap"] > 0.05 and any("disagree" in a for a in training.alarms(metrics, 10**9))
 
 
 def test_uniform_policy_has_entropy_ln_v():
