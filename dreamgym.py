@@ -790,6 +790,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = parser().parse_args()
     if hasattr(args, "run"):
+        if sys.argv[1].startswith("-"):                        # argparse would forget it in silence
+            raise UserError(f"{sys.argv[1]}: options follow the command, e.g. python dreamgym.py play --config FILE")
         return args.run(args)
     if not args.config:
         raise UserError("no --config; for example: python dreamgym.py --config configs/webshop.yaml")

@@ -154,6 +154,7 @@ COMMANDS = [
     (("eval", "RUN", "--checkpoint", "nope"), "no such file"), (("eval", "RUN", "--checkpoint", "FULL"), "neither adapter"),
     (("eval", "RUN", "--checkpoint", "FILE"), "damaged"), (("eval", "RUN", "--checkpoint", "WEIGHTS"), "do not fit"),
     (("eval", "RUN", "--checkpoint", "FILE", "--stage", "dream"), "give one of them"),
+    (("--config", "YAML", "tasks", "RUN"), "options follow the command"),
     (("play",), "--config FILE"), (("play", "--dream", "nope"), "no such folder"),
     (("play", "--config", "YAML", "--task", HOSTILE), "no such task"), (("play", "--dream", "RUN", "--task", ""), "no such"),
 ]
