@@ -264,9 +264,9 @@ class CloningRows:
     """Rows for behaviour cloning: the steps of the offline episodes that succeeded, or (``demonstrations: all``) of all
     episodes of those who meant well, their mistakes included.
 
-    Two augmentations need no environment: content words are renamed in a share of the rows, and half of the rows have a
-    history in which more was looked at before (``Grammar.revisited``), with the thought that this asks for and, where the
-    action followed its thought, the action.  Few demonstrations return for the third time, a policy that learns does.
+    Two augmentations need no environment: content words are renamed in a share of the rows, and half of the rows have
+    another task or history (``Grammar.varied``), with the thought that this asks for and, where the action followed its
+    thought, the action.  Some pages few demonstrations come to (the third visit of a page), a policy that learns does.
     """
 
     def __init__(self, offline: Sequence[Transition], grammar: Grammar, fmt: formats.PolicyFormat, rename: float,
@@ -280,15 +280,15 @@ class CloningRows:
 
     def draw(self, rng: random.Random) -> llm.Row:
         t = rng.choice(self.steps)
-        history, action, thought = t.history, t.action, ""
+        task, history, action, thought = t.task, t.history, t.action, ""
         if self.reasoning:
-            thought = self.grammar.consider(t.task, t.state, history)
-            if rng.random() < 0.5 and (more := self.grammar.revisited(t.task, t.state, history, rng)) != history:
-                history, followed = more, thought.endswith(action)
-                thought = self.grammar.consider(t.task, t.state, history)
-                action = " ".join(thought.split(" ")[-2:]) if followed else action
+            if rng.random() < 0.5:
+                task, history = self.grammar.varied(t.task, t.state, t.action, t.history, rng)
+                if action == self.grammar.advice(t.task, t.state, t.history):
+                    action = self.grammar.advice(task, t.state, history)
+            thought = self.grammar.consider(task, t.state, history)
         names = random_names(self.words, rng) if rng.random() < self.rename else {}
-        task, state, action, thought, *history = (rename(text, names) for text in (t.task, t.state, action, thought, *history))
+        task, state, action, thought, *history = (rename(text, names) for text in (task, t.state, action, thought, *history))
         offered = [rename(text, names) for text in self.grammar.admissible(t.state)]
         return llm.Row(self.fmt.prompt(task, history, state, offered), self.fmt.target(action, thought))
 

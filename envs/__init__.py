@@ -108,8 +108,12 @@ class Grammar(Protocol):
     def counterfactual(self, task: str, state: str, action: str, next_state: str, rng) -> str | None:
         """Another task text for the same step that ``decides``, some checks broken at random; None where there is none."""
 
-    def revisited(self, task: str, state: str, history: Sequence[str], rng) -> list[str]:
-        """A history that may have led to the same state, in which more was looked at before; for cloned policies."""
+    def advice(self, task: str, state: str, history: Sequence[str]) -> str | None:
+        """The action that ``consider`` ends with, if it ends with one."""
+
+    def varied(self, task: str, state: str, action: str, history: Sequence[str], rng) -> tuple[str, list[str]]:
+        """Another (task, history) under which the same state may have been seen, or these; for cloned policies, whose
+        demonstrations hold few steps of some kinds."""
 
     def consider(self, task: str, state: str, history: list[str]) -> str:
         """What an agent should look at before it acts, in look-up form: the thought of a cloned policy."""

@@ -723,39 +723,72 @@ class ALFWorldGrammar:
             yield [wish.recep, *shown], bool(lamps)
 
     def consider(self, task: str, state: str, history: Sequence[str] = ()) -> str:
-        """What an agent should look at before it acts, in look-up form, much as the state has it; at the end, the names
-        of what the next step turns on.
+        """What an agent should look at before it acts, in look-up form, much as the state has it; at the end, the command
+        that follows from it (``advice``).
 
         With a wrong thing in hand: that thing, and where to put it.  With the right one: the station that it still
-        needs, or the goal, or the lamp.  With none: where it is.  What was not seen yet is followed by ``,``, as in the
-        task, and where to look next.
+        needs, or the goal, or the lamp.  With none: where it is; of a pair, first those that are ``placed``.  What was
+        not seen yet is followed by ``,``, as in the task, and where to look next.
         """
         page, wish = parse(state), parse_task(task)
+        step = _next_step(wish, page)
+        return " ".join([*self._looked_up(wish, page), *([step] if step else [])])
+
+    @staticmethod
+    def _looked_up(wish: Wish, page: Page) -> list[str]:
         held = _items([page.held], page.conditions, "*")[:-1] if page.held else []
         if not held:
             o, r = _source(wish, page) or (None, None)
+            done, p = [], _placed(wish, page)
+            if p and (o is None or _listing(page, p) < _listing(page, r)):     # of a pair: what is found first is there
+                done = [wish.obj, *_as_seen(page, _one_of(page, p, wish.obj), p), *(_at(page, p) if p in page.here else []),
+                        "placed"]
             if o is None:
-                return " ".join([wish.obj, ",", *_search_words(page)])
+                return [*done, wish.obj, ",", *_search_words(page)]
             if page.visible(r):
                 alike = [x for x in page.inside[r] if cls(x) == wish.obj
                          and page.conditions.get(x) == page.conditions.get(o)]
                 item = _items(alike, page.conditions, "@")
-                return " ".join([*item[:item.index("@") + 2], *_at(page, r), o, r])
-            return " ".join([wish.obj, *_as_seen(page, o, r), *(_at(page, r) + [r] if r in page.here else [])])
+                return [*done, *item[:item.index("@") + 2], *_at(page, r)]
+            return [*done, wish.obj, *_as_seen(page, o, r), *(_at(page, r) if r in page.here else [])]
         if held[0] != wish.obj:
             r = _aside(page)
-            return " ".join(["[hold]", *held, *(_at(page, r) + [page.held, r] if r else [])])
+            return ["[hold]", *held, *(_at(page, r) if r else [])]
         if wish.kind != "light":
-            r = _goal(wish, page)
-            return " ".join([*held, *_listed(page, r), page.held, r])
+            return [*held, *_listed(page, _goal(wish, page))]
         o, r = next(iter(_lamps(page, wish.recep)), (None, None))
         if o is None:
-            return " ".join([*held, wish.recep, ",", *_search_words(page)])
-        return " ".join([*held, wish.recep, *_as_seen(page, o, r), *([o] if r in page.here else [])])
+            return [*held, wish.recep, ",", *_search_words(page)]
+        return [*held, wish.recep, *_as_seen(page, o, r)]
 
-    def revisited(self, task: str, state: str, history: Sequence[str], rng: random.Random) -> list[str]:
-        """The history as it is: the state itself tells what was looked at."""
-        return list(history)
+    def advice(self, task: str, state: str, history: Sequence[str] = ()) -> str | None:
+        """The command that the thought ends with: the explorer's; None where nothing is left to look into."""
+        return _next_step(parse_task(task), parse(state))
+
+    def varied(self, task: str, state: str, action: str, history: Sequence[str],
+               rng: random.Random) -> tuple[str, list[str]]:
+        """Another task for a step that followed its thought: about the thing in hand, or about one that the state shows,
+        here or elsewhere, of a pair also one that is placed.  Explorers fetch what they see, so demonstrations hold few
+        steps where the wanted thing was seen before; the history stays as it is."""
+        page = parse(state)
+        if action != self.advice(task, state):
+            return task, list(history)
+        places = sorted({cls(r) for r in page.status})
+        lamps = sorted({cls(o) for names in page.inside.values() for o in names} & LAMPS)
+        seen = sorted({cls(o) for names in page.inside.values() for o in names} & PICKUPABLE)
+        obj = cls(page.held) if page.held and rng.random() < 0.7 else rng.choice(seen) if seen else None
+        kinds = [kind for kind in KINDS if kind not in STATION or (obj in STATION[kind][2] and STATION[kind][1] in places)]
+        kind = rng.choice(kinds)
+        there = sorted({cls(r) for r, names in page.inside.items() if any(cls(o) == obj for o in names)})
+        fitting = [r for r in (lamps or sorted(LAMPS) if kind == "light" else
+                               there if kind == "two" and rng.random() < 0.5 else places)
+                   if kind == "light" or obj in CAN_HOLD.get(r, ())]
+        if obj is None or not fitting:
+            return task, list(history)
+        wish = Wish(kind, obj, rng.choice(fitting))
+        if all(met for _, met in self._checks(wish, page)) or _next_step(wish, page) is None:
+            return task, list(history)                         # there the episode had ended, or nothing can be done
+        return wish.text, list(history)
 
     def counterfactual(self, task: str, state: str, action: str, next_state: str, rng: random.Random) -> str | None:
         """Another task for the same step, where there are such: half of the time one that it fulfils, else one of the
@@ -833,6 +866,11 @@ def _as_seen(page: Page, o: str, r: str) -> list[str]:
     return [*had, "@", o.split(" ")[1]] if page.visible(r) else [*had, "|", r]
 
 
+def _listing(page: Page, r: str) -> tuple:
+    """Sort key of receptacles by where the state lists what is in them: at hand, then elsewhere by name."""
+    return (0, page.here.index(r), ()) if page.visible(r) else (1, 0, _order(r))
+
+
 def _first(page: Page, word: str) -> str:
     """The first receptacle of a class that the state lists: at hand, else visited, else new."""
     return min((r for r in page.status if cls(r) == word), key=lambda r: (
@@ -846,14 +884,18 @@ def _placed(wish: Wish, page: Page) -> str | None:
     return min(found, key=lambda r: (-there[r], _order(r))) if found else None
 
 
+def _one_of(page: Page, r: str, word: str) -> str | None:
+    """The object of a class that is listed first in a receptacle."""
+    return next((f"{word} {numbers[0]}" for other, _, numbers in _group(page.inside.get(r, ()), page.conditions)
+                 if other == word), None)
+
+
 def _source(wish: Wish, page: Page) -> tuple[str, str] | None:
     """(object to fetch, its receptacle), the first that the state lists; not from where a pair grows."""
     placed = _placed(wish, page)
     for r in page.here:
-        if page.visible(r) and r != placed:
-            for word, _, numbers in _group(page.inside.get(r, ()), page.conditions):
-                if word == wish.obj:
-                    return f"{word} {numbers[0]}", r
+        if page.visible(r) and r != placed and (o := _one_of(page, r, wish.obj)):
+            return o, r
     return next(((f"{word} {numbers[0]}", r) for word, _, r, numbers in _out_of_sight(page)
                  if word == wish.obj and r != placed), None)
 
@@ -893,9 +935,9 @@ def _hidden(page: Page) -> str | None:
 
 
 def _search_words(page: Page) -> list[str]:
-    """``_hidden`` as the state shows it, and its name."""
+    """``_hidden`` as the state shows it."""
     r = _hidden(page)
-    return [*_at(page, r), r] if r else []
+    return _at(page, r) if r else []
 
 
 # ------------------------------------------------------------------------------------------------ who acts on it
@@ -903,10 +945,9 @@ def _search_words(page: Page) -> list[str]:
 NOISY_MIX = (30, 45, 25)    # of 100 actions of the noisy policy: by the explorer, the careless one, slips
 
 
-def explorer(task: str, state: str, rng: random.Random) -> str:
-    """Expert on the state's text alone: fetches what the task asks for, and searches place by place until it is found.
-    It goes where its thought (``ALFWorldGrammar.consider``) says."""
-    wish, page = parse_task(task), parse(state)
+def _next_step(wish: Wish, page: Page) -> str | None:
+    """The command of one who fetches what the task asks for, and searches place by place until it is found; None where
+    nothing is left to look into."""
     held = page.held
 
     def reach(r: str) -> str | None:
@@ -915,16 +956,16 @@ def explorer(task: str, state: str, rng: random.Random) -> str:
             return f"go to {r}"
         return f"open {r}" if page.status[r] in ("closed", "shut") else None
 
-    def search() -> str:
+    def search() -> str | None:
         r = _hidden(page)
-        return reach(r) if r else rng.choice(sorted(commands(page)))
+        return reach(r) if r else None
 
     if not held:
         o, r = _source(wish, page) or (None, None)
         return search() if o is None else reach(r) or f"take {o} from {r}"
     if cls(held) != wish.obj:
         r = _aside(page)
-        return (reach(r) or f"move {held} to {r}") if r else rng.choice(sorted(commands(page)))
+        return (reach(r) or f"move {held} to {r}") if r else None
     if wish.kind == "light":
         o, r = next(iter(_lamps(page, wish.recep)), (None, None))
         return search() if o is None else f"use {o}" if r in page.here else f"go to {r}"
@@ -932,6 +973,12 @@ def explorer(task: str, state: str, rng: random.Random) -> str:
     if _untreated(wish, page):
         return f"{wish.kind} {held} with {r}" if r in page.here else f"go to {r}"
     return reach(r) or f"move {held} to {r}"
+
+
+def explorer(task: str, state: str, rng: random.Random) -> str:
+    """Expert on the state's text alone: does what its thought (``ALFWorldGrammar.consider``) ends with, or anything."""
+    page = parse(state)
+    return _next_step(parse_task(task), page) or rng.choice(sorted(commands(page)))
 
 
 def _anything(task: str, state: str, rng: random.Random) -> str:

@@ -530,15 +530,21 @@ class WebShopGrammar:
         return " ".join(words)
 
     # ---------------------------------------------------------------- augmentation
-    def revisited(self, task: str, state: str, history: Sequence[str], rng: random.Random) -> list[str]:
+    def advice(self, task: str, state: str, history: Sequence[str]) -> str | None:
+        """The hit that the thought about a results page ends with; None elsewhere."""
+        *_, last, link = ["", *self.consider(task, state, history).split(" ")]
+        return f"click {link}" if last == "click" else None
+
+    def varied(self, task: str, state: str, action: str, history: Sequence[str],
+               rng: random.Random) -> tuple[str, list[str]]:
         """A history of a results page in which one to four more hits were opened, in the order of the thoughts, as far as
         one is left to open; that of any other page as it is."""
         for _ in range(rng.randint(1, 4) if self.kind(state) == "results" else 0):
-            more = [*history, " ".join(self.consider(task, state, history).split(" ")[-2:]), "click prev"]
-            if " ok click " not in self.consider(task, state, more):
+            more = [*history, self.advice(task, state, history), "click prev"]
+            if not self.advice(task, state, more):
                 break
             history = more
-        return list(history)
+        return task, list(history)
 
     def counterfactual(self, task: str, state: str, action: str, next_state: str, rng: random.Random) -> str | None:
         """Another task for the same purchase; ``judge`` on the page gives its label, no environment is asked.

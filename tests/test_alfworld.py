@@ -18,7 +18,7 @@ from envs import alfworld, alfworld_games
 from envs.alfworld import ALFWorldEnv, RuleEngine, open_world
 from envs.alfworld_games import Game, Games, Logic
 from envs.alfworld_text import (_EDITS, ALFWorldGrammar, KINDS, TEMPLATES, Page, Wish, apply, commands, parse, parse_task,
-                                policy, render, task_text)
+                                offered, policy, render, task_text)
 from fidelity import play_scripted
 from mexp import Codec, DreamEnv, Prediction
 
@@ -201,55 +201,79 @@ def test_judge_trace_and_counterfactuals():
         assert GRAMMAR.explain("look at pen , under desklamp ,", desk, action, "") == chain
 
 
-@pytest.mark.parametrize("task, state, thought", [
+FREE = STATE.replace("[hold] apple clean * 1 , ", "")
+
+
+@pytest.mark.parametrize("task, state, look_ups, command", [
     ("put hot mug , in coffeemachine ,", "[at] shelf @ 1 : [hold] mug hot * 1 , [new] coffeemachine ? 1 ,",
-     "mug hot * 1 coffeemachine ? 1 mug 1 coffeemachine 1"),
+     "mug hot * 1 coffeemachine ? 1", "go to coffeemachine 1"),
     ("put hot mug , in coffeemachine ,", "[at] shelf @ 1 : [hold] mug * 1 , [new] coffeemachine ? 1 , microwave ? 1 ,",
-     "mug * 1 microwave ? 1 mug 1 microwave 1"),
-    ("put bread , in sinkbasin ,", STATE, "[hold] apple clean * 1 [at] countertop @ 1 apple 1 countertop 1"),
-    ("put apple , in drawer ,", STATE, "apple clean * 1 drawer closed @ 3 apple 1 drawer 3"),
-    ("put mug , in drawer ,", STATE.replace("[hold] apple clean * 1 , ", ""), "mug hot two @ 1 [at] countertop @ 1 mug 1 countertop 1"),
-    ("put bread , in desk ,", STATE.replace("[hold] apple clean * 1 , ", ""), "bread | cabinet 3"),
-    ("put pen , in desk ,", STATE.replace("[hold] apple clean * 1 , ", ""), "pen , [by] drawer closed @ 3 drawer 3"),
-    ("put pen , in desk ,", "[at] bed @ 1 : [new] desk ? 1 2 ,", "pen , [new] desk ? 1 desk 1"),
-    ("put pen , in desk ,", "[at] bed @ 1 : [visited] desk ! 1 ,", "pen ,"),
+     "mug * 1 microwave ? 1", "go to microwave 1"),
+    ("put hot mug , in coffeemachine ,", "[at] microwave closed @ 1 : [hold] mug * 1 , [new] coffeemachine ? 1 ,",
+     "mug * 1 microwave closed @ 1", "heat mug 1 with microwave 1"),
+    ("put bread , in sinkbasin ,", STATE, "[hold] apple clean * 1 [at] countertop @ 1", "move apple 1 to countertop 1"),
+    ("put apple , in drawer ,", STATE, "apple clean * 1 drawer closed @ 3", "open drawer 3"),
+    ("put mug , in drawer ,", FREE, "mug hot two @ 1 [at] countertop @ 1", "take mug 1 from countertop 1"),
+    ("put bread , in desk ,", FREE, "bread | cabinet 3", "go to cabinet 3"),
+    ("put pen , in desk ,", FREE, "pen , [by] drawer closed @ 3", "open drawer 3"),
+    ("put pen , in desk ,", "[at] bed @ 1 : [new] desk ? 1 2 ,", "pen , [new] desk ? 1", "go to desk 1"),
+    ("put pen , in desk ,", "[at] bed @ 1 : [visited] desk ! 1 ,", "pen ,", None),
     ("look at book , under desklamp ,", "[at] bed @ 1 : [hold] book * 1 , [new] desk ? 1 ,",
-     "book * 1 desklamp , [new] desk ? 1 desk 1"),
+     "book * 1 desklamp , [new] desk ? 1", "go to desk 1"),
     ("put two cd , in desk ,", "[at] bed @ 1 : [seen] cd | desk 1 2 , [visited] desk ! 1 , [new] drawer ? 1 2 ,",
-     "cd , [new] drawer ? 1 drawer 1"),
+     "cd | desk 1 placed cd , [new] drawer ? 1", "go to drawer 1"),
     ("put cd , in drawer ,", "[at] bed @ 1 : [seen] cd | desk 1 2 , [visited] desk ! 1 , [new] drawer ? 1 2 ,",
-     "cd | desk 1"),
+     "cd | desk 1", "go to desk 1"),
     ("look at book , under desklamp ,", "[at] bed @ 1 : [hold] book * 1 , [seen] desklamp on | desk 2 1 , [visited] desk ! 2 ,",
-     "book * 1 desklamp on | desk 2"),
+     "book * 1 desklamp on | desk 2", "go to desk 2"),
     ("look at book , under desklamp ,", "[at] desk @ 2 : desklamp @ 1 , [hold] book * 1 ,",
-     "book * 1 desklamp @ 1 desklamp 1"),
+     "book * 1 desklamp @ 1", "use desklamp 1"),
     ("look at book , under desklamp ,", "[at] bed @ 1 : [hold] book * 1 , [seen] desklamp | desk 1 1 , desklamp on | desk 2 2 , "
-     "[visited] desk ! 1 2 ,", "book * 1 desklamp on | desk 2"),
+     "[visited] desk ! 1 2 ,", "book * 1 desklamp on | desk 2", "go to desk 2"),
     ("put apple , in desk ,", "[at] cabinet shut @ 3 : [seen] apple | cabinet 3 1 , [new] desk ? 1 ,",
-     "apple | cabinet 3 [at] cabinet shut @ 3 cabinet 3"),
+     "apple | cabinet 3 [at] cabinet shut @ 3", "open cabinet 3"),
     ("put spoon , in desk ,", "[at] bed @ 1 : [seen] spoon | drawer 2 1 , spoon | drawer 10 2 , spoon clean | desk 1 3 , "
-     "[visited] desk ! 1 , drawer open ! 2 10 ,", "spoon | drawer 2"),
-    ("put two cd , in desk ,", "[at] bed @ 1 : [seen] cd | desk 1 1 , cd | desk 2 2 , [visited] desk ! 1 2 ,", "cd | desk 2"),
+     "[visited] desk ! 1 , drawer open ! 2 10 ,", "spoon | drawer 2", "go to drawer 2"),
+    ("put two cd , in desk ,", "[at] bed @ 1 : [seen] cd | desk 1 1 , cd | desk 2 2 , [visited] desk ! 1 2 ,",
+     "cd | desk 1 placed cd | desk 2", "go to desk 2"),
     ("put two cd , in desk ,", "[at] desk @ 2 : cd @ 2 , [seen] cd | desk 1 1 , [visited] desk ! 1 ,",
-     "cd @ 2 [at] desk @ 2 cd 2 desk 2"),
+     "cd @ 2 [at] desk @ 2", "take cd 2 from desk 2"),         # what is placed is listed later
+    ("put two cd , in desk ,", "[at] desk @ 2 : cd @ 2 , [seen] cd | shelf 1 1 , [visited] shelf ! 1 ,",
+     "cd @ 2 [at] desk @ 2 placed cd | shelf 1", "go to shelf 1"),
     ("put two pan , in stoveburner ,", "[at] stoveburner @ 1 : [by] stoveburner @ 2 : pan @ 1 , [hold] pan * 2 ,",
-     "pan * 2 stoveburner @ 2 pan 2 stoveburner 2"),
+     "pan * 2 stoveburner @ 2", "move pan 2 to stoveburner 2"),
     ("put mug , in countertop ,", "[at] shelf @ 1 : [hold] egg * 1 , [visited] countertop ! 1 , [new] fridge ? 1 ,",
-     "[hold] egg * 1 countertop ! 1 egg 1 countertop 1"),
+     "[hold] egg * 1 countertop ! 1", "go to countertop 1"),
     ("put two cd , in desk ,", "[at] bed @ 1 : [hold] cd * 1 , [seen] cd | desk 2 2 , [visited] desk ! 1 2 ,",
-     "cd * 1 desk ! 2 cd 1 desk 2"),
-    ("put two cd , in desk ,", "[at] desk @ 2 : cd @ 2 , [hold] cd * 1 , [visited] desk ! 1 ,", "cd * 1 desk @ 2 cd 1 desk 2"),
+     "cd * 1 desk ! 2", "go to desk 2"),
+    ("put two cd , in desk ,", "[at] desk @ 2 : cd @ 2 , [hold] cd * 1 , [visited] desk ! 1 ,", "cd * 1 desk @ 2",
+     "move cd 1 to desk 2"),
 ])
-def test_thoughts_end_with_what_the_next_step_turns_on(task, state, thought):
-    assert parse(state) and GRAMMAR.consider(task, state) == thought
+def test_thoughts_end_with_what_to_do(task, state, look_ups, command):
+    assert parse(state) and GRAMMAR.advice(task, state) == command
+    assert GRAMMAR.consider(task, state) == (f"{look_ups} {command}" if command else look_ups)
     agrees(task, state)
 
 
 def agrees(task, state):
-    """The expert does something with the last thing that its thought names."""
-    name = " ".join(GRAMMAR.consider(task, state).split(" ")[-2:])
+    """The expert does what its thought ends with."""
     action = policy("expert")(task, state, [], random.Random(0))
-    assert name in action or name.endswith(","), (task, state, name, action)
+    assert GRAMMAR.advice(task, state) in (None, action) and action in offered(state)
+
+
+@pytest.mark.parametrize("state", [STATE, FREE])
+def test_other_tasks_for_a_step_that_followed_its_thought(state):
+    task, rng = "put apple , in drawer ,", random.Random(0)
+    action = GRAMMAR.advice(task, state)
+    others = {GRAMMAR.varied(task, state, action, ["look"], rng)[0] for _ in range(300)} - {task}
+    assert len({parse_task(other).obj for other in others}) >= 3 and {parse_task(o).kind for o in others} > {"place", "two"}
+    for other in others:
+        agrees(other, state)
+        thought = GRAMMAR.consider(other, state)
+        assert thought.endswith(GRAMMAR.advice(other, state)) and not GRAMMAR.outcome(other, "", "", state)[0]
+    assert any(" placed " in GRAMMAR.consider(other, FREE) for other in others)
+    assert any(f"{parse_task(other).obj} | " in GRAMMAR.consider(other, FREE) for other in others)
+    assert GRAMMAR.varied(task, state, "look", ["look"], rng) == (task, ["look"])           # a slip stays what it was
 
 
 def test_which_tasks_a_room_can_carry():

@@ -280,9 +280,10 @@ def test_a_thought_reads_the_page_and_ends_with_what_it_comes_to():
     assert GRAMMAR.consider("wireless , travel headphones ,", ITEM, []) == ""         # nothing to look up
     assert GRAMMAR.consider(TASK, RESULTS, []) == "1 $49.5 ok click 1"
     assert GRAMMAR.consider(TASK, RESULTS, ["click 1", "click prev"]) == "1 opened 2 $19.5 ok click 2"
-    revisits = [GRAMMAR.revisited(TASK, RESULTS, ["search a"], random.Random(seed)) for seed in range(20)]
-    assert all(revisit == ["search a", "click 1", "click prev"] for revisit in revisits)        # one is left to open
-    assert GRAMMAR.revisited(TASK, ITEM, ["search a"], random.Random(0)) == ["search a"]
+    revisits = [GRAMMAR.varied(TASK, RESULTS, "click 1", ["search a"], random.Random(seed)) for seed in range(20)]
+    assert all(revisit == (TASK, ["search a", "click 1", "click prev"]) for revisit in revisits)   # one is left to open
+    assert GRAMMAR.varied(TASK, ITEM, "click red", ["search a"], random.Random(0)) == (TASK, ["search a"])
+    assert [GRAMMAR.advice(TASK, page, []) for page in (RESULTS, ITEM)] == ["click 1", None]
     assert GRAMMAR.consider(TASK.replace("60", "40"), RESULTS, ["search a"]) == "1 $49.5 no 2 $19.5 ok click 2"
     for action in ("search a", "click next"):                  # other hits than before
         assert GRAMMAR.consider(TASK, RESULTS, ["click 1", action]) == "1 $49.5 ok click 1"
