@@ -727,8 +727,8 @@ class ALFWorldGrammar:
         that follows from it (``advice``).
 
         With a wrong thing in hand: that thing, and where to put it.  With the right one: the station that it still
-        needs, or the goal, or the lamp.  With none: where it is; of a pair, first those that are ``placed``.  What was
-        not seen yet is followed by ``,``, as in the task, and where to look next.
+        needs, or the goal, or the lamp.  With none: where it is; of a pair, what is found first may be ``placed``.  What
+        was not seen yet is followed by ``,``, as in the task, and where to look next.
         """
         page, wish = parse(state), parse_task(task)
         step = _next_step(wish, page)
@@ -741,16 +741,8 @@ class ALFWorldGrammar:
             o, r = _source(wish, page) or (None, None)
             done, p = [], _placed(wish, page)
             if p and (o is None or _listing(page, p) < _listing(page, r)):     # of a pair: what is found first is there
-                done = [wish.obj, *_as_seen(page, _one_of(page, p, wish.obj), p), *(_at(page, p) if p in page.here else []),
-                        "placed"]
-            if o is None:
-                return [*done, wish.obj, ",", *_search_words(page)]
-            if page.visible(r):
-                alike = [x for x in page.inside[r] if cls(x) == wish.obj
-                         and page.conditions.get(x) == page.conditions.get(o)]
-                item = _items(alike, page.conditions, "@")
-                return [*done, *item[:item.index("@") + 2], *_at(page, r)]
-            return [*done, wish.obj, *_as_seen(page, o, r), *(_at(page, r) if r in page.here else [])]
+                done = [*_found(wish, page, _one_of(page, p, wish.obj), p), "placed"]
+            return [*done, *(_found(wish, page, o, r) if o else [wish.obj, ",", *_search_words(page)])]
         if held[0] != wish.obj:
             r = _aside(page)
             return ["[hold]", *held, *(_at(page, r) if r else [])]
@@ -888,6 +880,16 @@ def _one_of(page: Page, r: str, word: str) -> str | None:
     """The object of a class that is listed first in a receptacle."""
     return next((f"{word} {numbers[0]}" for other, _, numbers in _group(page.inside.get(r, ()), page.conditions)
                  if other == word), None)
+
+
+def _found(wish: Wish, page: Page, o: str, r: str) -> list[str]:
+    """The look-up of an object in a receptacle; for a pair, also that of where it shall be, against where it is."""
+    words = [wish.obj, *_as_seen(page, o, r)]
+    if page.visible(r):
+        alike = [x for x in page.inside[r] if cls(x) == wish.obj and page.conditions.get(x) == page.conditions.get(o)]
+        item = _items(alike, page.conditions, "@")
+        words = item[:item.index("@") + 2]
+    return [*words, *(_at(page, r) if r in page.here else []), *([wish.recep, "to", cls(r)] if wish.kind == "two" else [])]
 
 
 def _source(wish: Wish, page: Page) -> tuple[str, str] | None:
