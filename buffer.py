@@ -479,6 +479,8 @@ def dream_check(grammar: Grammar) -> Check:
                 return f"{name} not parsed"
         if t.success and not t.done or (t.reward == 1) != t.success:
             return "reward flags contradict each other"
+        if grammar.outcome(t.task, t.state, t.action, t.next_state)[0] != t.done:       # also: no answer was well-formed
+            return "the episode cannot end or go on here"
         # Real transitions at the very same key that all change the state in one way leave no room for another way;
         # where they differ among themselves the key does not decide, and neither do we.
         key = key_of(t.state, t.action)

@@ -112,9 +112,22 @@ def restored(lm: llm.LM, folder: Path, stage: str) -> llm.LM:
 def new_buffer(cfg: Config, grammar: Grammar, world: World, real: list[Transition]) -> ReplayBuffer:
     """The replay buffer, seeded with the offline data (section 4.1)."""
     banned = [t.id for split in ("validation", "test") for t in world.tasks[split]]
-    buffer = ReplayBuffer(make_encoder(cfg.retrieval.encoder), grammar, cfg.retrieval.capacity,
-                          cfg.retrieval.synthetic_share, banned)
-    buffer.add(real)
+    device = str(backbones.pick_device(cfg.mexp_model.device))
+    buffer = ReplayBuffer(make_encoder(cfg.retrieval.encoder, device), grammar, cfg.retrieval.capacity,
+                          cfg.retrieval.synthetic_share, banned, device)
+    if full := buffer.add(real)["full"]:
+        print(f"warning: retrieval.capacity = {cfg.retrieval.capacity:,} leaves out {full:,} real transitions", file=sys.stderr)
+    return buffer
+
+
+def last_buffer(cfg: Config, folder: Path, grammar: Grammar, world: World, real: list[Transition]) -> ReplayBuffer:
+    """The replay buffer of a run as the dream left it; where there was none yet, as it begins."""
+    place = folder / "buffer-dream"
+    if not place.is_dir():
+        return new_buffer(cfg, grammar, world, real)
+    buffer = new_buffer(cfg, grammar, world, [])
+    for problem in buffer.load(place):
+        print(f"warning: {problem}", file=sys.stderr)
     return buffer
 
 
@@ -163,8 +176,11 @@ def policy_and_world(cfg: Config, folder: Path, stage: str) -> tuple[llm.LM, llm
 
 
 def new_mexp(cfg: Config, lm: llm.LM | EndpointLM, grammar: Grammar, buffer: ReplayBuffer) -> ExperienceModel:
+    """M_exp with its memory; its own generator samples (``mexp.temperature``, second attempts)."""
+    generator = None if isinstance(lm, EndpointLM) else torch.Generator(lm.device).manual_seed(
+        derive_seed(cfg.run.seed, "mexp", parallel.rank()))
     return ExperienceModel(lm, new_codec(cfg, grammar, buffer), cfg.mexp_model.max_new_tokens, cfg.mexp.temperature,
-                           cfg.mexp.retries, max_prompt_tokens=cfg.mexp_model.max_prompt_tokens)
+                           cfg.mexp.retries, generator, max_prompt_tokens=cfg.mexp_model.max_prompt_tokens)
 
 
 # ------------------------------------------------------------------------------------------------ stages
@@ -323,7 +339,7 @@ def train_backbone(cfg: Config, role: str, folder: Path, stopping: Callable[[], 
     else:
         codec = new_codec(cfg, grammar, new_buffer(cfg, grammar, world, offline))
         rows = TrainingRows(codec, offline, lm, settings.judged, settings.counterfactual, settings.rename,
-                            invent=settings.invent)
+                            invent=settings.invent, max_prompt_tokens=cfg.mexp_model.max_prompt_tokens)
         if cfg.curriculum.enabled:                             # M_task of Eq. 6 is the same weights under another prompt
             tasks = world.tasks["train"][:cfg.env.train_tasks]
             rows = Mixture(rows, writer_rows(tasks, grammar, lm, cfg.curriculum.seeds), cfg.curriculum.writer_share)
@@ -445,6 +461,8 @@ def train_rl(cfg: Config, stage: str, folder: Path, run: Run | None = None, inte
                     run.checkpoint(stage, job.iteration, job.state(), score=validation["real_greedy"])
             if stop:
                 raise Stopped
+    if run and job.dreaming:
+        job.buffer.save(folder / f"buffer-{stage}")
 
 
 class RLJob:
@@ -497,10 +515,12 @@ class RLJob:
         """Real transitions of this process since the iteration began."""
         self.used += n
 
-    def generator(self, *parts) -> torch.Generator:
+    def seed(self, *parts) -> int:
         """Randomness from (seed, stage, iteration, purpose, process) alone: a resumed run needs no stored state."""
-        return torch.Generator(self.policy.device).manual_seed(
-            derive_seed(self.cfg.run.seed, self.stage, *parts, parallel.rank()))
+        return derive_seed(self.cfg.run.seed, self.stage, *parts, parallel.rank())
+
+    def generator(self, *parts) -> torch.Generator:
+        return torch.Generator(self.policy.device).manual_seed(self.seed(*parts))
 
     @property
     def rl(self) -> config.RLSection:
@@ -542,6 +562,8 @@ class RLJob:
         mine = [(t, n) for t, n in parallel.share(list(zip(tasks, names))) for _ in range(self.cfg.rl.group_size)]
         if self.mexp:
             self.mexp.forget()
+            if self.mexp.generator:
+                self.mexp.generator.manual_seed(self.seed(iteration, "mexp"))
             self.batch.begin(f"dream-{iteration}-{parallel.rank()}")
         shown = Renamed(self.batch, [n for _, n in mine])
         return rollouts.rollout(self.policy, shown, shown.tasks([t for t, _ in mine]),
@@ -563,19 +585,24 @@ class RLJob:
         if not self.dreaming:
             if self.run:
                 self.run.ledger.add("s2r" if self.stage == "s2r" else "rl", used, played)
-            return {"unparsed": 0.0, "mexp_trimmed": 0.0, "buffer_dream": 0, "buffer_rejected": 0.0}
+            return {"unparsed": 0.0, "mexp_failed": 0.0, "mexp_trimmed": 0.0, "buffer_dream": 0, "buffer_rejected": 0.0}
         if isinstance(self.mexp.lm, EndpointLM):
             keep_account(self.run, self.mexp.lm.endpoint)
         dreamed = parallel.gather(self.batch.transitions)
         if self.run:
             append_whole(self.folder / "dream.jsonl", "".join(t.to_json() + "\n" for t in dreamed))
-        self.buffer.add(dreamed)
+        self.remember(dreamed)
         counts, stats = self.mexp.counts, self.buffer.stats()
-        total = parallel.gather([(counts["steps"], counts["failed"], counts["trimmed"])])
-        steps, failed, trimmed = map(sum, zip(*total))
+        total = parallel.gather([[counts[name] for name in ("steps", "unparsed", "failed", "trimmed")]])
+        steps, unparsed, failed, trimmed = map(sum, zip(*total))
         self.mexp.counts = dict.fromkeys(counts, 0)
-        return {"unparsed": failed / max(1, steps), "mexp_trimmed": trimmed / max(1, steps), "buffer_dream": stats["dream"],
+        return {"unparsed": unparsed / max(1, steps), "mexp_failed": failed / max(1, steps),
+                "mexp_trimmed": trimmed / max(1, steps), "buffer_dream": stats["dream"],
                 "buffer_rejected": stats["rejected_share"]}
+
+    def remember(self, dreamed: Sequence[Transition]) -> None:
+        """Dreams of one iteration join the replay buffer; answers without an action were never dreamed."""
+        self.buffer.add([t for t in dreamed if t.action != rollouts.INVALID_ACTION])
 
     def validate(self) -> dict[str, float | None]:
         """Every ``eval_every`` iterations: real success on validation tasks, on the side; nothing learns from it."""
@@ -619,7 +646,7 @@ class RLJob:
         if self.dreaming:
             dreams = report.read_lines(self.folder / "dream.jsonl")
             for _, group in itertools.groupby(dreams, key=lambda t: report.iteration([t])):
-                self.buffer.add(list(group))
+                self.remember(list(group))
 
 
 # ------------------------------------------------------------------------------------------------ the whole run
@@ -654,10 +681,13 @@ def measure_fidelity(cfg: Config, run: Run) -> None:
 def gate(cfg: Config, run: Run) -> None:
     """A dream that misjudges the end of episodes teaches the wrong thing: refuse it, with an explanation."""
     found = report.read_json(run.path("fidelity.json"), report.Gate)
-    bad = [f"{name.replace('_', '-')} rate {found[name]['value'] or 0:.1%} is above mexp.gate_{name} = {limit:.1%}"
-           for name, limit in (("false_success", cfg.mexp.gate_false_success),
-                               ("false_failure", cfg.mexp.gate_false_failure))
-           if (found[name]["value"] or 0) > limit]
+    bad = []
+    for name, limit in (("false_success", cfg.mexp.gate_false_success), ("false_failure", cfg.mexp.gate_false_failure)):
+        value, what = found[name]["value"], name.replace("_", "-")
+        if value is None and limit < 1:
+            bad.append(f"its {what} rate is unknown, no such episode was among the real ones (eval.validation_tasks)")
+        elif value is not None and value > limit:
+            bad.append(f"{what} rate {value:.1%} is above mexp.gate_{name} = {limit:.1%}")
     if bad:
         raise UserError(f"the experience model judges too badly to learn in: {'; '.join(bad)}. Train it longer "
                         f"(mexp.steps), give it more data (collect.*), or go on all the same with --force")

@@ -107,6 +107,21 @@ def queries_of(transitions: Sequence[Transition]) -> list[Query]:
     return out
 
 
+def fitting(lm: llm.LM, codec: Codec, q: Query, demos: Sequence[Transition],
+            most: int) -> tuple[str, list[Transition], bool]:
+    """(prompt of at most ``most`` tokens, the demonstrations in it, did anything leave?), in training as at run time: the
+    furthest demonstrations leave first (what is not shown is no ``[mem]``), then the oldest actions."""
+    demos = list(demos)
+    text = whole = codec.prompt(q, demos)
+    while (demos or q.history) and len(lm.prompt(formats.MEXP_SYSTEM, text)) > most:
+        if demos:
+            demos.pop()
+        else:
+            q = replace(q, history=q.history[1:])
+        text = codec.prompt(q, demos)
+    return text, demos, text != whole
+
+
 class ExperienceModel:
     """Eq. 4: (s_{t+1}, r_{t+1}) = M_exp(R_t | {(s_i, a_i)}, {d_j}, tau), for many episodes at once."""
 
@@ -123,8 +138,8 @@ class ExperienceModel:
 
     def predict(self, queries: Sequence[Query]) -> list[Prediction | None]:
         """One prediction per query; None where the text did not parse even after ``retries`` further samples."""
-        demos = self.codec.retrieve(queries)
-        prompts = [self._fitting(q, d) for q, d in zip(queries, demos)]
+        asked = [self._prompt(q, d) for q, d in zip(queries, self.codec.retrieve(queries))]
+        prompts, demos = [prompt for prompt, _ in asked], [shown for _, shown in asked]
         out: list[Prediction | None] = [None] * len(queries)
         todo = list(range(len(queries)))
         for attempt in range(1 + self.retries):
@@ -135,7 +150,7 @@ class ExperienceModel:
                     out[i] = self.codec.read(queries[i], demos[i], text)
                 except ValueError:
                     failed.append(i)
-            self.counts["unparsed"] += len(failed)
+            self.counts["unparsed"] += len(failed) * (attempt == 0)
             todo = failed
             if not todo:
                 break
@@ -143,19 +158,13 @@ class ExperienceModel:
         self.counts["failed"] += len(todo)
         return out
 
-    def _fitting(self, q: Query, demos: list[Transition]) -> str:
-        """The prompt within ``max_prompt_tokens``: the furthest demonstrations leave first (also ``demos``: what is not
-        shown is no ``[mem]``), then the oldest actions.  A server sees to its own limit."""
-        whole = text = self.codec.prompt(q, demos)
-        while not isinstance(self.lm, EndpointLM) and (demos or q.history) and (
-                len(self.lm.prompt(formats.MEXP_SYSTEM, text)) > self.max_prompt_tokens):
-            if demos:
-                demos.pop()
-            else:
-                q = replace(q, history=q.history[1:])
-            text = self.codec.prompt(q, demos)
-        self.counts["trimmed"] += text != whole
-        return text
+    def _prompt(self, q: Query, demos: list[Transition]) -> tuple[str, list[Transition]]:
+        """The prompt within ``max_prompt_tokens``, and its demonstrations; a server sees to its own limit."""
+        if isinstance(self.lm, EndpointLM):
+            return self.codec.prompt(q, demos), demos
+        text, shown, trimmed = fitting(self.lm, self.codec, q, demos, self.max_prompt_tokens)
+        self.counts["trimmed"] += trimmed
+        return text, shown
 
     def forget(self) -> None:
         """Drop remembered answers (a batch's shape can move the last bit: a resumed run must not depend on them)."""
@@ -303,8 +312,9 @@ class TrainingRows:
     """
 
     def __init__(self, codec: Codec, transitions: Sequence[Transition], lm: llm.LM, judged_share: float = 0.4,
-                 counterfactual: float = 0.7, rename: float = 0.5, emphasis: float = 2.5, invent: float = 0.5):
-        self.codec, self.lm, self.invent = codec, lm, invent
+                 counterfactual: float = 0.7, rename: float = 0.5, emphasis: float = 2.5, invent: float = 0.5,
+                 max_prompt_tokens: int = 4096):
+        self.codec, self.lm, self.invent, self.max_prompt_tokens = codec, lm, invent, max_prompt_tokens
         self.counterfactual, self.rename, self.emphasis = counterfactual, rename, emphasis
         queries = queries_of(transitions)
         demos = []
@@ -333,7 +343,8 @@ class TrainingRows:
             (q, t, demos), = rng.choices(self.plain, cum_weights=self.until)
         if self.codec.grammar.decides(t.state, t.action) and rng.random() < self.counterfactual:
             q, t = self._changed(q, t, rng)
-        prompt, target = self.codec.prompt(q, demos), self.codec.target(q, t, demos)
+        prompt, demos, _ = fitting(self.lm, self.codec, q, demos, self.max_prompt_tokens)
+        target = self.codec.target(q, t, demos)
         if rng.random() < self.rename:
             names = self._names(set(prompt.split(" ")), rng)
             if all(w in names for w in target.split(" ") if w in self.words):

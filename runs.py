@@ -657,7 +657,8 @@ class Run:
         with _disk(self.folder):
             (self.folder / "results.json").unlink(missing_ok=True)
             for stage in stages:
-                for stale in (self.folder / "checkpoints" / stage, self.folder / "models" / stage):
+                for stale in (self.folder / "checkpoints" / stage, self.folder / "models" / stage,
+                              self.folder / f"buffer-{stage}"):
                     if stale.exists():
                         shutil.rmtree(stale)
                 measured = "*" if stage == "mexp" else stage         # with its policy, or in what it made of any policy

@@ -1,7 +1,9 @@
 """Loading of pre-trained backbones, 4-bit weights, adapters that share a base, memory estimates."""
 import importlib.util
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -292,6 +294,29 @@ def test_memory_estimate_of_full_training_and_checkpointing(folders):
     plain, saving = (backbones.memory_estimate(section(folders / "llama", gradient_checkpointing=on))
                      for on in (False, True))
     assert "weights and AdamW" in plain and saving["activations"] < plain["activations"]
+
+
+LLAMA_8B = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+                num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=False)
+
+
+def test_two_models_of_8b_fit_one_card_of_24_gb(monkeypatch):
+    """As adapters on one base, by the sum that is printed before anything is loaded."""
+    from transformers import AutoConfig
+    name = "meta-llama/Llama-3.1-8B-Instruct"
+    cfg, _ = config.load(CONFIG, "gpu24", [f"policy_model.name={name}", f"mexp_model.name={name}"])
+    assert backbones.same_base(cfg.policy_model, cfg.mexp_model) and cfg.run.processes == 1
+    monkeypatch.setattr(backbones, "find_weights", lambda name: (Path(name), {}))
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda folder, **options: LlamaConfig(**LLAMA_8B))
+    line = backbones.shared_memory(cfg.policy_model, cfg.mexp_model, cfg.rl.micro_tokens)
+    assert 9 < float(re.search(r"estimated memory ([\d.]+) GB", line)[1]) < 20
+
+
+def test_with_two_cards_each_model_has_one(monkeypatch):
+    cfg, _ = config.load(CONFIG, "gpu2x24")
+    assert not backbones.same_base(cfg.policy_model, cfg.mexp_model)
+    monkeypatch.setattr(backbones, "load_backbone", lambda section, **options: section.device)
+    assert [dreamgym.new_lm(cfg, role, Path(".")) for role in ("policy", "mexp")] == ["cuda:0", "cuda:1"]
 
 
 # ------------------------------------------------------------------------------------------------ SmolLM2

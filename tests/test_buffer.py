@@ -46,6 +46,9 @@ class ToyGrammar:
     def diff(self, state, action, next_state, memory, past):
         return next_state
 
+    def outcome(self, task, state, action, next_state):
+        return next_state == "[done]", False
+
 
 def transition(action="click a", next_state="[item] a", task="t1", episode="e1", source="real", **rest):
     values = dict(state="[results] x", action=action, next_state=next_state, reward=0.0, done=False, success=False,
@@ -227,12 +230,14 @@ def test_dreams_pass_the_filter_or_are_counted_by_reason():
         dream("click new", "[item]  two spaces"),
         dream("click a", "[item] other"),                               # reality answers [item] a
         dream("click new", "[done]", success=True),
+        dream("click new", "[done]"),
+        dream("click new", "[item] new", done=True),
         dream(state="nonsense"),
     ])
     assert counts == {"added": 2, "rejected: next state not parsed": 1, "rejected: next state not canonical": 1,
                       "rejected: contradicts a real neighbour": 1, "rejected: reward flags contradict each other": 1,
-                      "rejected: state not parsed": 1}
-    assert memory.stats()["rejected_share"] == pytest.approx(5 / 10)
+                      "rejected: state not parsed": 1, "rejected: the episode cannot end or go on here": 2}
+    assert memory.stats()["rejected_share"] == pytest.approx(7 / 12)
     assert dream_check(ToyGrammar())(dream(), []) is None
 
 

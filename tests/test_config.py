@@ -331,7 +331,7 @@ def test_profile_by_hardware(monkeypatch):
     assert choose_profile([24 * gb, 24 * gb])[0] == choose_profile([80 * gb] * 8)[0] == "gpu2x24"
     monkeypatch.setattr(config, "cuda_memory", lambda: [24 * gb])
     cfg, reason = load(WEBSHOP)
-    assert reason == "profile gpu24: one GPU of 24 GB" and cfg.policy_model.quant == "nf4"
+    assert reason == "profile gpu24: one GPU of 24 GB" and cfg.policy_model.quant == "nf4" and cfg.run.processes == 1
 
 
 def test_file_without_the_chosen_profile(write, monkeypatch):

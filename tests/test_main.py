@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,6 +84,56 @@ def test_all_stages_end_in_a_table_of_real_success(finished):
     assert {line["episode"].split("/")[0] for line in lines} == {"eval-cloned", "eval-dream", "eval-s2r"}
     times = [json.loads(line) for line in (out / "times.jsonl").read_text().splitlines()]
     assert [(t["stage"], t["step"]) for t in times[:2]] == [("dream", 1), ("dream", 2)] and times[0]["seconds"] > 0
+
+
+def test_the_memory_of_the_dream_is_kept(finished, capsys):
+    """What the policy was trained in can be played and measured later; a damaged copy says what it lost."""
+    out, *_ = finished
+    cfg, _ = dreamgym.report.run_config(out)
+    world, offline = dreamgym.open_world(cfg.env), dreamgym.read_transitions(out / "offline.jsonl")
+    grammar = dreamgym.training_grammar(world, offline)
+    first, last = dreamgym.new_buffer(cfg, grammar, world, offline), dreamgym.last_buffer(cfg, out, grammar, world, offline)
+    assert last.stats()["real"] == first.stats()["real"] == len(first) and capsys.readouterr().err == ""
+    dreamed = [line for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if line["stage"] == "dream"]
+    assert last.stats()["dream"] == dreamed[-1]["buffer_dream"] and last.counts["added"] >= len(first)
+    (out / "buffer-dream").rename(out / "aside")
+    try:
+        assert dreamgym.last_buffer(cfg, out, grammar, world, offline).rows() == first.rows()
+        shutil.copytree(out / "aside", out / "buffer-dream")
+        (out / "buffer-dream/buffer.jsonl").write_bytes((out / "aside/buffer.jsonl").read_bytes()[:-40])
+        assert len(dreamgym.last_buffer(cfg, out, grammar, world, offline)) == len(last) - 1
+        assert "1 of" in capsys.readouterr().err
+    finally:
+        shutil.rmtree(out / "buffer-dream", ignore_errors=True)
+        (out / "aside").rename(out / "buffer-dream")
+
+
+@pytest.mark.parametrize("found, limit, said", [
+    ({"value": 0.02, "n": 50}, 0.05, None), ({"value": 0.2, "n": 50}, 0.05, "20.0% is above"), ({"value": 1.0, "n": 9}, 1.0, None),
+    ({"value": None, "n": 0}, 0.05, "unknown"), ({"value": None, "n": 0}, 1.0, None)])
+def test_the_gate_wants_evidence(tmp_path, found, limit, said):
+    share = {"low": 0.0, "high": 1.0} | found
+    (tmp_path / "fidelity.json").write_text(json.dumps({"false_success": share, "false_failure": share}))
+    cfg = dreamgym.Config.model_validate({"mexp": {"gate_false_success": limit, "gate_false_failure": limit}})
+    run = types.SimpleNamespace(path=lambda name: tmp_path / name)
+    if said:
+        with pytest.raises(dreamgym.UserError, match=said):
+            dreamgym.gate(cfg, run)
+    else:
+        dreamgym.gate(cfg, run)
+
+
+def test_a_sampled_dream_repeats_itself(monkeypatch):
+    """Second attempts and a temperature draw from the seed, the iteration and the process, never from torch's own state."""
+    job = dreamgym.RLJob.__new__(dreamgym.RLJob)
+    job.cfg, job.stage = dreamgym.Config(), "dream"
+    job.mexp = types.SimpleNamespace(generator=torch.Generator(), forget=lambda: None)
+    job.batch, job.words, job.policy = types.SimpleNamespace(begin=lambda prefix: None, source="dream"), [], None
+    job.grammar = job.format = types.SimpleNamespace(admissible=None)
+    job.policy = types.SimpleNamespace(device="cpu")
+    monkeypatch.setattr(dreamgym.rollouts, "rollout", lambda *args, **options: job.mexp.generator.initial_seed())
+    seeds = [job.play([], iteration) for iteration in (0, 1, 0)]
+    assert seeds[0] == seeds[2] != seeds[1]
 
 
 def test_real_episodes_of_all_processes_are_counted(monkeypatch):

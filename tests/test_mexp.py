@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import config
+import dreamgym
 import envs
 import fidelity
 import formats
@@ -23,6 +24,7 @@ from envs.webshop_text import KINDS, WebShopGrammar, parse, render, Page
 from llm import Sample
 from mexp import (Codec, DreamEnv, ExperienceModel, Query, Renamed, TrainingRows, action_kind, invented_words,
                   queries_of, rename)
+from rollouts import INVALID_ACTION
 
 WORLD = envs.open_world(SimpleNamespace(name="webshop", data=None, human_goals=False, catalog_seed=0, max_steps=8))
 TASKS = WORLD.tasks["train"]
@@ -236,12 +238,22 @@ def test_prompts_keep_their_limit(fake):
     [demos] = model.codec.retrieve([q])
     whole = model.codec.prompt(q, demos)
     for limit, left, actions in ((len(whole), 1, 2), (len(whole) - 1, 0, 2), (1, 0, 0)):
-        model.max_prompt_tokens, shown = limit, list(demos)
-        given = model._fitting(q, shown)
+        model.max_prompt_tokens = limit
+        given, shown = model._prompt(q, demos)
         assert len(shown) == left and q.state in given and q.action in given
         assert given == model.codec.prompt(replace(q, history=q.history[len(q.history) - actions:]), shown)
     assert model.counts["trimmed"] == 2
 
+
+def test_prompts_keep_their_limit_in_training_too():
+    """Rows are cut as questions are: what is not shown is no ``[mem]`` in the answer either."""
+    lm = FakeLM()
+    lm.prompt = lambda system, text: text.split(" ")
+    rows = TrainingRows(codec(), DATA, lm, rename=0.0, counterfactual=0.0, max_prompt_tokens=40)
+    drawn = [rows.draw(random.Random(i)) for i in range(200)]
+    shown = [row for row in drawn if row.prompt[0] == "<ret>"]
+    assert 0 < len(shown) < len(drawn) and all(len(row.prompt) <= 40 for row in shown)
+    assert not any("[mem]" in row.target for row in drawn if row.prompt[0] != "<ret>")
 
 
 # ------------------------------------------------------------------------------------------------ switches
@@ -423,6 +435,18 @@ def test_episodes_in_one_batch_do_not_mix(fake):
     dream.step([1, 2], ["click b", "click d"])
     assert [q.history for q in dream.queries] == [["click a"], ["click b"], ["click c", "click d"]]
     assert [q.state for q in dream.queries] == [f"[description] {x} |" for x in "abd"]
+
+
+def test_what_was_no_answer_is_not_remembered(fake):
+    """A step that the model could not write down and one that it was never asked about are no experience."""
+    dream = DreamEnv(fake(lambda prompt: "nonsense" if "click 1" in prompt else "open <next> [description] lamp | <go>"), 8)
+    dream.reset(TASKS[:3])
+    dream.step([0, 1, 2], ["click 1", INVALID_ACTION, "click 2"])
+    assert len(dream.transitions) == 3                          # all are on record ..
+    memory = ReplayBuffer(HashEncoder(128), GRAMMAR, synthetic_share=1.0)
+    dreamgym.RLJob.remember(SimpleNamespace(buffer=memory), dream.transitions)
+    assert [t.action for t in memory.rows()] == ["click 2"]     # .. one is remembered
+    assert memory.counts["rejected: the episode cannot end or go on here"] == 1
 
 
 # ------------------------------------------------------------------------------------------------ renamed batches
