@@ -188,15 +188,47 @@ def hang_up(handler):
     handler.close_connection = True
 
 
+def stalled_refusal(handler):
+    """Says 401, announces an explanation and never sends it."""
+    handler.send_response(401)
+    handler.send_header("Content-Length", "100")
+    handler.end_headers()
+    handler.wfile.flush()
+    time.sleep(2.5)
+
+
 @pytest.mark.parametrize("bad", [(500, {}, b"oops"), (503, {}, b""), (429, {}, b""), (200, {}, b"<html>busy</html>"),
                                  (200, {}, b'{"choices": []}'), (200, {}, b"[]"), (200, {}, b"[" * 100_000), chat(""),
-                                 chat(None), (200, {}, b"x" * 60_000), cut, hang_up, slow, dripping])
-def test_a_passing_failure_is_asked_again(bad):
+                                 chat(None), chat("half a pair \ud800"), (200, {}, {"usage": {"completion_tokens": 3}}),
+                                 (200, {}, b"x" * 60_000), cut, hang_up, slow, dripping])
+def test_a_passing_failure_is_asked_again(bad, tmp_path):
     with server(bad, chat("fine")) as s:
-        e = connect(s, timeout=1.5, most_bytes=50_000)
+        e = connect(s, timeout=1.5, most_bytes=50_000, cache=tmp_path)
         assert e.chat("", "a", 1) == "fine"
     assert len(s.requests) == 2 and e.counts["retries"] == 1
-    assert e.counts["completion_tokens"] == 3
+    charged = 2 if isinstance(bad, tuple) and isinstance(bad[2], dict) else 1      # also for what is of no use
+    assert e.counts["completion_tokens"] == 3 * charged
+
+
+@pytest.mark.parametrize("usage", [["a"], "many", 5, None, {}, {"prompt_tokens": "10", "completion_tokens": -1},
+                                   {"prompt_tokens": True, "completion_tokens": 10**400}, {"\ud800": "\ud800"}])
+def test_a_charge_that_is_no_number_of_tokens_is_none(usage, tmp_path):
+    with server((200, {}, {**chat("fine")[2], "usage": usage})) as s:
+        e = connect(s, cache=tmp_path, prices=(1.0, 1.0))
+        assert e.chat("", "a", 1) == "fine" == e.chat("", "a", 1)
+    assert len(s.requests) == 1 and e.cost == 0
+
+
+@pytest.mark.parametrize("models", [{}, {"data": []}, {"data": [{"id": "\ud800"}]}, {"data": [{"id": 5}]}])
+def test_a_server_that_names_no_model(models):
+    with server((200, {}, models)) as s, pytest.raises(UserError, match="name the model in mexp.server_model"):
+        Endpoint(s.base, attempts=2, backoff=0.01)
+
+
+def test_a_question_that_is_no_utf8_is_asked_and_remembered(tmp_path):
+    with server(chat("x")) as s:
+        e = connect(s, cache=tmp_path)
+        assert e.chat("", "\ud800", 1) == "x" == e.chat("", "\ud800", 1) and len(s.requests) == 1
 
 
 @pytest.mark.parametrize("bad, error, named", [
@@ -216,6 +248,44 @@ def test_a_refusal_is_final_and_hides_the_key(monkeypatch, status):
         with pytest.raises(UserError, match=f"HTTP {status}") as caught:
             connect(s).chat("", "a", 1)
     assert len(s.requests) == 1 and KEY not in str(caught.value) and "***" in str(caught.value)
+
+
+def test_a_refusal_whose_explanation_does_not_arrive():
+    with server(stalled_refusal) as s, pytest.raises(UserError, match="HTTP 401 .*did not arrive"):
+        connect(s, timeout=1).chat("", "a", 1)
+
+
+def test_a_refusal_cancels_what_is_queued():
+    """Also while the answer to an earlier question is awaited."""
+    number = iter(range(10**6))
+
+    def first_is_slow(handler):
+        if next(number) == 0:
+            time.sleep(1)
+            return chat("late")
+        return 401, {}, b"no money left"
+
+    with server(first_is_slow) as s, pytest.raises(UserError, match="no money left"):
+        connect(s).chats("", [f"question {i}" for i in range(500)], 1)
+    assert len(s.requests) <= 8
+
+
+def test_a_dead_server_cancels_what_is_queued():
+    with server((500, {}, b"")) as s, pytest.raises(UserError, match="HTTP 500"):
+        connect(s, backoff=0.1).chats("", [f"question {i}" for i in range(50)], 1)
+    assert len(s.requests) <= 8 * 3
+
+
+@pytest.mark.parametrize("key", [f"{KEY}\nmore", f"{KEY}\x07", f"{KEY}\u2026"])
+def test_a_key_that_fits_into_no_header_is_refused_and_not_shown(monkeypatch, key):
+    monkeypatch.setenv("DREAMGYM_API_KEY", key)
+    with server(chat("x")) as s:
+        with pytest.raises(UserError, match="DREAMGYM_API_KEY: a key has no") as caught:
+            connect(s).chats("", ["a"], 1)
+        assert KEY not in str(caught.value) and not s.requests
+        monkeypatch.setenv("DREAMGYM_API_KEY", f"{KEY}\n")       # of a file; no part of the key
+        connect(s).chat("", "a", 1)
+    assert s.requests[0][1]["Authorization"] == f"Bearer {KEY}"
 
 
 def test_the_key_follows_no_redirect(monkeypatch):
