@@ -96,7 +96,7 @@ def server(*answers):
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
-    for name in endpoint.KEY_VARIABLES:
+    for name in (*endpoint.KEY_VARIABLES, *config.BASE_VARIABLES):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -154,6 +154,33 @@ def test_a_damaged_cache_entry_is_asked_for_again(tmp_path):
         connect(s, cache=tmp_path).chat("", "a", 1)
         next(tmp_path.iterdir()).write_text('{"text": ')
         assert connect(s, cache=tmp_path).chat("", "a", 1) == "x" and len(s.requests) == 2
+
+
+# ------------------------------------------------------------------------------------------------ its address
+def test_the_address_comes_from_the_environment(monkeypatch, tmp_path):
+    with server(chat("x")) as s:
+        for settings_of_one in (("mexp.teacher=endpoint", "mexp.counterfactual=0"),
+                                ("mexp.endpoint=endpoint", "curriculum.enabled=false")):
+            cfg, _ = settings(tmp_path, "mexp.server_model=m", *settings_of_one)
+            name = cfg.mexp.endpoint or cfg.mexp.teacher
+            with pytest.raises(UserError, match="set DREAMGYM_BASE_URL or OPENAI_BASE_URL"):
+                dreamgym.new_server(cfg, name)
+            monkeypatch.setenv("OPENAI_BASE_URL", s.base + "/")
+            assert dreamgym.new_server(cfg, name).chat("", "a", 1) == "x"
+            monkeypatch.setenv("DREAMGYM_BASE_URL", "http://first.example/v1")
+            assert dreamgym.new_server(cfg, name).base == "http://first.example/v1"
+            for variable in config.BASE_VARIABLES:
+                monkeypatch.delenv(variable)
+    assert len(s.requests) == 2 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("address, named", [("localhost:8000", "must start with http"), ("ftp://x", "must start with"),
+                                            (f"https://me:{KEY}@x/v1", "no user"), (f"http://x?key={KEY}", "no user")])
+def test_a_bad_address_in_the_environment_is_one_line_without_secrets(monkeypatch, address, named):
+    monkeypatch.setenv("DREAMGYM_BASE_URL", address)
+    with pytest.raises(UserError, match=f"DREAMGYM_BASE_URL: .*{named}") as caught:
+        config.server_address("endpoint")
+    assert KEY not in str(caught.value) and config.server_address("http://x/v1") == "http://x/v1"
 
 
 # ------------------------------------------------------------------------------------------------ a bad one
@@ -512,6 +539,7 @@ def test_offline_data_get_the_traces_of_a_server_and_nothing_is_paid_twice(tmp_p
     assert len(s.requests) == 7                                # six trajectories and the refused question
     data = read_transitions(tmp_path / "run" / "offline.jsonl")
     assert {t.reasoning for t in data} == {f"because {i}" for i in range(max(t.step for t in data) + 1)}
+    assert len(list((tmp_path / "cache" / "endpoint").iterdir())) == 6         # for other runs, too
     account = json.loads((tmp_path / "run" / "server.json").read_text())
     assert account["prompt_tokens"] == 60 and account["completion_tokens"] == 18 and account["cost"] == pytest.approx(3e-4)
 
@@ -534,7 +562,29 @@ def test_a_server_as_experience_model(tmp_path):
         assert len(s.requests) == 2
         model(s, tmp_path).predict([query()])                  # greedy answers are remembered on disk
         assert len(s.requests) == 2
-    assert "<task>" in s.requests[0][2]["messages"][1]["content"] and s.requests[0][2]["max_tokens"] == 50
+    body = s.requests[0][2]
+    assert "<task>" in body["messages"][1]["content"] and body["max_tokens"] == 50
+    assert body["chat_template_kwargs"] == {"date_string": formats.DATE}       # as llm.LM.prompt had it in training
+
+
+def test_answers_of_a_server_that_plays_stay_in_the_run(tmp_path, monkeypatch):
+    """It may be trained again under the same name.  In one run nothing is paid twice; --from mexp forgets them."""
+    monkeypatch.setenv("DREAMGYM_CACHE", str(tmp_path / "cache"))
+    with server(chat("old"), chat("new"), chat("newer")) as s:
+        cfg, reason = settings(tmp_path, f"mexp.endpoint={s.base}", "mexp.server_model=m", "curriculum.enabled=false")
+
+        def ask(folder):
+            return dreamgym.experience_lm(cfg, folder).answers("sys", ["text"], 9, 0.0)
+
+        folder = Path(cfg.run.out)
+        with Run.open(cfg, reason, ["x"], dreamgym.STAGES):
+            assert ask(folder) == ask(folder) == ["old"]
+        assert ask(tmp_path / "other") == ask(tmp_path / "other") == ["new"] and len(s.requests) == 2
+        with Run.open(cfg, reason, ["x"], dreamgym.STAGES):
+            assert ask(folder) == ["old"]
+        with Run.open(cfg, reason, ["x"], dreamgym.STAGES, restart="mexp"):
+            assert ask(folder) == ["newer"]
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("bad", [chat("I would rather talk."), (200, {}, b"{}"), chat("x <next> [done] <win> <win>")])
