@@ -318,24 +318,48 @@ def contradictions(c: Config) -> Iterator[tuple[str, str]]:
     yield from _servers(c)
 
 
+BASE_VARIABLES = ("DREAMGYM_BASE_URL", "OPENAI_BASE_URL")
+
+
 def is_address(name: str) -> bool:
     """``mexp.teacher`` names a server (and no folder, no model of the hub)."""
-    return "://" in name
+    return "://" in name or name == "endpoint"
+
+
+def server_address(name: str) -> str:
+    """The address that ``mexp.teacher`` or ``mexp.endpoint`` holds; ``endpoint``: the one in the environment.
+
+    Raises UserError where that is not set or no address.  Asked only where the server is: a run's folder can be read
+    without it.
+    """
+    if name != "endpoint":
+        return name
+    variable = next((v for v in BASE_VARIABLES if os.environ.get(v)), None)
+    if not variable:
+        raise UserError("the server called endpoint (mexp.teacher, mexp.endpoint) has no address: set "
+                        f"{' or '.join(BASE_VARIABLES)} in the environment, or name the address itself")
+    for problem in _address_problems(os.environ[variable]):
+        raise UserError(f"{variable}: {problem}")
+    return os.environ[variable]
+
+
+def _address_problems(name: str) -> Iterator[str]:
+    try:
+        address = urlsplit(name)
+        address.port                                                   # raises where it is no number up to 65535
+    except ValueError:                                                 # also half an IPv6 address
+        address = urlsplit("")
+    if address.username or address.password or address.query:
+        yield "must hold no user, password or query: keys come from the environment only"
+    elif address.scheme not in ("http", "https") or not address.hostname:
+        yield f"must start with http:// or https:// and name a host, with a port if any, not {_show(name)}"
 
 
 def _servers(c: Config) -> Iterator[tuple[str, str]]:
     """Contradictions among the keys that name the teacher and the servers."""
     for key, name in (("mexp.endpoint", c.mexp.endpoint), ("mexp.teacher", c.mexp.teacher)):
-        if name is None or (key == "mexp.teacher" and not is_address(name)):
-            continue
-        try:
-            address = urlsplit(name)
-        except ValueError:                                             # half an IPv6 address
-            address = urlsplit("")
-        if address.scheme not in ("http", "https") or not address.hostname:
-            yield key, f"must start with http:// or https:// and name a host, not {_show(name)}"
-        if address.username or address.password or address.query:
-            yield key, "must hold no user, password or query: keys come from the environment only"
+        if name is not None and name != "endpoint" and (key == "mexp.endpoint" or is_address(name)):
+            yield from ((key, problem) for problem in _address_problems(name))
     if c.mexp.endpoint is None and not is_address(c.mexp.teacher):
         for key in ("server_model", "price_in", "price_out"):
             if getattr(c.mexp, key):
@@ -348,8 +372,8 @@ def _servers(c: Config) -> Iterator[tuple[str, str]]:
             yield "curriculum.enabled", ("tasks are written by the experience model and ranked by its log-probabilities, "
                                          "which the server of mexp.endpoint does not give: set it to false")
     if c.mexp.teacher != "rules":
-        if c.mexp.teacher in ("tiny", "endpoint"):
-            yield "mexp.teacher", f"{c.mexp.teacher} is no teacher: rules, an address (http://..), a hub id or a folder"
+        if c.mexp.teacher == "tiny":
+            yield "mexp.teacher", "tiny is no teacher: rules, an address (http://..), endpoint, a hub id or a folder"
         if not c.mexp.reasoning:
             yield "mexp.teacher", f"{_show(c.mexp.teacher)} has no effect with mexp.reasoning = false: set it to rules"
         if c.mexp.counterfactual:

@@ -135,9 +135,9 @@ def new_codec(cfg: Config, grammar: Grammar, buffer: ReplayBuffer) -> Codec:
     return Codec(grammar, buffer, cfg.mexp.format == "edits", cfg.mexp.history, cfg.retrieval.k, cfg.mexp.reasoning)
 
 
-def new_server(cfg: Config, address: str) -> Endpoint:
-    """The server of ``mexp.teacher`` or ``mexp.endpoint``; its answers are kept in the cache folder."""
-    return Endpoint(address, cfg.mexp.server_model, cache_folder() / "endpoint",
+def new_server(cfg: Config, name: str, cache: Path | None = None) -> Endpoint:
+    """The server of ``mexp.teacher`` or ``mexp.endpoint``; its answers are kept in ``cache``."""
+    return Endpoint(config.server_address(name), cfg.mexp.server_model, cache,
                     prices=(cfg.mexp.price_in, cfg.mexp.price_out))
 
 
@@ -158,8 +158,14 @@ def keep_account(run: Run | None, server: Endpoint) -> str:
 
 
 def experience_lm(cfg: Config, folder: Path) -> llm.LM | EndpointLM:
-    """What plays the environment: the server of ``mexp.endpoint``, or the backbone trained in this run."""
-    return EndpointLM(new_server(cfg, cfg.mexp.endpoint)) if cfg.mexp.endpoint else trained_lm(cfg, "mexp", folder)
+    """What plays the environment: the server of ``mexp.endpoint``, or the backbone trained in this run.
+
+    A server's answers belong to the run: under the same name it may be another one tomorrow, trained again.  They lie
+    where --from mexp forgets them.
+    """
+    if cfg.mexp.endpoint:
+        return EndpointLM(new_server(cfg, cfg.mexp.endpoint, folder / "models" / "mexp" / "answers"))
+    return trained_lm(cfg, "mexp", folder)
 
 
 def policy_and_world(cfg: Config, folder: Path, stage: str) -> tuple[llm.LM, llm.LM | EndpointLM]:
@@ -255,7 +261,7 @@ def explain(cfg: Config, run: Run, grammar: Grammar, transitions: Sequence[Trans
         path.unlink(missing_ok=True)                           # made in a moment, so always anew
         who = teacher.RulesTeacher(grammar)
     elif config.is_address(name):
-        server = new_server(cfg, name)
+        server = new_server(cfg, name, cache_folder() / "endpoint")
         who = teacher.endpoint_teacher(server)
     else:
         who = teacher.local_teacher(backbones.load_backbone(teacher_section(cfg), frozen=True))

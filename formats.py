@@ -9,7 +9,8 @@ The closing marker of the experience model carries the two flags of the paper's 
 ``<fail>`` done without success, ``<win>`` done with success.  So "success but not done" cannot be written.
 
 Text from an environment can never forge a marker: ``escape`` rewrites every ``<``, which also breaks the special
-tokens of chat templates (``<|im_end|>``, ``<|eot_id|>``).
+tokens of chat templates (``<|im_end|>``, ``<|eot_id|>``).  Nor can one action pass for two: ``listed`` rewrites a
+lone ``;`` in an action, for that is what stands between the actions of a history.
 """
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ from typing import Sequence
 CLOSING = {(False, False): "<go>", (True, False): "<fail>", (True, True): "<win>"}
 FLAGS = {marker: flags for flags, marker in CLOSING.items()}
 MARKERS = ("<do>", "<ret>", "<to>", "<task>", "<hist>", "<state>", "<act>", "<think>", "<next>", "<vary>", "<seed>", *FLAGS)
+SEPARATORS = {";": "&semi;", "|": "&vert;"}     # between the actions of a history, between possible actions
+DATE = "26 Jul 2024"     # in every prompt of a template that writes one; Llama-3's own default is the day of the prompt
 
 POLICY_SYSTEM = (
     "You are an agent that acts in a text environment. You read the task, your latest actions, the current state and "
@@ -42,7 +45,22 @@ def escape(text: str) -> str:
 
 
 def unescape(text: str) -> str:
-    return text.replace("&lt;", "<").replace("&amp;", "&")
+    """Inverse of ``escape``, and of what ``listed`` does to one text."""
+    for mark, name in {"<": "&lt;", **SEPARATORS, "&": "&amp;"}.items():
+        text = text.replace(name, mark)
+    return text
+
+
+def listed(texts: Sequence[str], mark: str) -> str:
+    """Environment texts with `` mark `` between them.  No text can forge one: the word ``mark`` is rewritten in it, and
+    so different lists that are not empty read differently."""
+    return f" {mark} ".join(" ".join(SEPARATORS[mark] if word == mark else word for word in escape(text).split(" "))
+                            for text in texts)
+
+
+def history_part(history: Sequence[str]) -> str:
+    """``history``: earlier actions, oldest first.  No action and one empty action are told apart by a space."""
+    return f"<hist> {listed(history, ';')}" if history else "<hist>"
 
 
 def join(*parts: str) -> str:
@@ -52,8 +70,8 @@ def join(*parts: str) -> str:
 
 def policy_prompt(task: str, history: Sequence[str], state: str, admissible: Sequence[str] = ()) -> str:
     """``history`` are the latest actions, oldest first; ``admissible`` is listed for instruct models only."""
-    possible = join("<can>", " | ".join(map(escape, admissible))) if admissible else ""
-    return join("<task>", escape(task), "<hist>", escape(" ; ".join(history)), "<state>", escape(state), possible, "<act>")
+    possible = join("<can>", listed(admissible, "|")) if admissible else ""
+    return join("<task>", escape(task), history_part(history), "<state>", escape(state), possible, "<act>")
 
 
 ACTION = re.compile(r"\s*(?:<think>(?P<think>(?:(?!</?think>|</?action>).)*)</think>)\s*"
@@ -85,7 +103,7 @@ def mexp_prompt(task: str, history: Sequence[str], state: str, action: str,
                 demos: Sequence[tuple[str, str]] = ()) -> str:
     """``demos``: (what was done, what came of it) of the retrieved transitions, nearest first."""
     shown = [join("<ret>", escape(did), "<to>", escape(came)) for did, came in demos]
-    return join(*shown, "<task>", escape(task), "<hist>", escape(" ; ".join(history)), "<state>", escape(state),
+    return join(*shown, "<task>", escape(task), history_part(history), "<state>", escape(state),
                 "<act>", escape(action), "<think>")
 
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+import formats
 import training
 
 PAD, EOS = "<|pad|>", "<|eos|>"
@@ -95,7 +96,7 @@ class LM:
             return ([] if self.spaced else self.tokenizer("")["input_ids"]) + self.encode(text)
         messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
         marked = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
-                                                    date_string="26 Jul 2024")     # Llama-3 writes today's date
+                                                    date_string=formats.DATE)
         return self.tokenizer(marked, add_special_tokens=False)["input_ids"]
 
     def weights(self) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from typing import Callable, Sequence
 
 import torch
 
+import formats
 import llm
 from buffer import Transition
 from endpoint import Endpoint
@@ -95,16 +96,24 @@ def _parts(record, place: str, names: Sequence[str]) -> list:
 def _sentence(text) -> str:
     if not isinstance(text, str) or not text.strip() or len(text) > LONGEST:
         raise ValueError(f"expected a text of 1 to {LONGEST} characters, not {str(text)[:40]!r}")
+    text.encode()                                              # half a surrogate pair is valid JSON, but no UTF-8
     return " ".join(text.split())
 
 
 def annotation_prompt(trajectory: Sequence[Transition]) -> str:
+    """One fact a line.  No text of the environment can forge one: it stays on its line, and without special tokens."""
     first, last = trajectory[0], trajectory[-1]
-    lines = [f"Task: {first.task}", f"Fulfilled: {'yes' if last.success else 'no'}",
-             f"Steps: {len(trajectory)} (step_id 0 to {len(trajectory) - 1})", f"State at the start: {first.state}"]
+    lines = [f"Task: {_line(first.task)}", f"Fulfilled: {'yes' if last.success else 'no'}",
+             f"Steps: {len(trajectory)} (step_id 0 to {len(trajectory) - 1})",
+             f"State at the start: {_line(first.state)}"]
     for number, t in enumerate(trajectory):
-        lines += [f"Step {number}, action: {t.action}", f"Step {number}, next state: {t.next_state}"]
+        lines += [f"Step {number}, action: {_line(t.action)}", f"Step {number}, next state: {_line(t.next_state)}"]
     return "\n".join(lines)
+
+
+def _line(text: str) -> str:
+    """Environment text without markers (``formats.escape``) and line breaks, of which Unicode has some more."""
+    return "".join(f"&#{ord(c)};" if len(f"{c}.".splitlines()) > 1 else c for c in formats.escape(text))
 
 
 class RulesTeacher:
@@ -144,7 +153,7 @@ class ModelTeacher:
             texts = self.write([annotation_prompt(trajectories[i]) for i in todo], attempt)
             for i, text in zip(todo, texts):
                 try:
-                    out[i] = parse_annotation(text or "", len(trajectories[i]))
+                    out[i] = parse_annotation(formats.unescape(text or ""), len(trajectories[i]))
                 except ValueError as error:
                     self.problems.append(f"episode {trajectories[i][0].episode}: {error}")
             todo = [i for i in todo if out[i] is None]
