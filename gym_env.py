@@ -41,9 +41,9 @@ class AnyText(spaces.Text):
 class TextEnv(gymnasium.Env):
     """``world`` speaks the batched protocol (``mexp.DreamEnv``, ``rollouts.RealBatch``); of it one episode is used.
 
-    ``reset(seed=..)`` seeds the choice of the task and, where the world is a dream whose experience model has a generator
-    of its own, whatever that samples; ``reset(options={"task": number})`` chooses the task.  ``info`` holds success,
-    score, invalid, task id and the admissible actions.
+    ``reset(seed=..)`` seeds the choice of the task and, where the experience model of a dream has a generator, all that
+    it samples; ``reset(options={"task": number})`` chooses the task.  ``info`` holds success, score, invalid, task id
+    and the admissible actions.
     """
     metadata: dict = {"render_modes": []}
 
