@@ -5,21 +5,26 @@
 import json
 import math
 import random
+import shutil
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import small_run
 
 import config
+import dreamgym
 import envs
 import fidelity
 import mexp
+import report
 import rollouts
 from buffer import HashEncoder, ReplayBuffer, validate_file, write_transitions
 from fidelity import bootstrap_mean, paired, ratio, share, wilson
 from llm import Sample
 from mexp import Codec, DreamEnv, ExperienceModel, Prediction
+from runs import save_state
 
 PLAY = dict(max_turns=8, max_new_tokens=4, max_prompt_tokens=64, temperature=0.0, generator=None)
 WORLD = envs.open_world(SimpleNamespace(name="webshop", data=None, human_goals=False, catalog_seed=0, max_steps=8))
@@ -142,7 +147,8 @@ def test_held_out_transitions_are_real_data_of_that_split(tmp_path):
 # ------------------------------------------------------------------------------------------------ single steps
 def test_a_perfect_model_is_perfect():
     found = fidelity.teacher_forced(Oracle(), HELD_OUT)
-    measures = [found[k] for k in ("exact", "done", "success_precision", "success_recall")]
+    measures = [found[k] for k in ("exact", "done", "done_precision", "done_recall", "success_precision",
+                                  "success_recall")]
     measures += [*found["by_move"].values(), *found["by_action"].values(), *found["fields"].values()]
     assert all(one["value"] == 1 for one in measures) and found["unparsed"]["value"] == 0
     for name in ("by_move", "by_action"):
@@ -165,9 +171,22 @@ def test_mistakes_are_counted_where_they_are_made():
     assert found["exact"]["value"] == pytest.approx((len(unmoved) + len(final) - won) / len(HELD_OUT))
     assert found["by_move"]["home -> results"]["value"] == found["by_action"]["home: search .."]["value"] == 0
     assert found["done"]["value"] == pytest.approx(1 - won / len(HELD_OUT))
+    assert found["done_precision"] == share([1] * (len(final) - won)) and found["done_recall"]["n"] == len(final)
+    assert found["done_recall"]["value"] == pytest.approx(1 - won / len(final))
     assert found["success_precision"]["value"] == found["success_recall"]["value"] == 0
     assert found["success_precision"]["n"] == len(final) - won and found["success_recall"]["n"] == won
     assert found["unparsed"]["value"] == pytest.approx(won / len(HELD_OUT))
+
+
+def test_an_early_end_costs_precision_of_the_done_flag_a_late_one_recall():
+    final = sum(t.done for t in HELD_OUT)
+    searches = sum(t.state == "[home]" and not t.done for t in HELD_OUT)
+    soon = Oracle(lambda q, truth: replace(truth, done=truth.done or q.state == "[home]"))
+    early = fidelity.teacher_forced(soon, HELD_OUT)
+    assert early["done_precision"]["value"] == pytest.approx(final / (final + searches)) and searches > 0
+    assert early["done_recall"]["value"] == 1 and early["done"]["value"] == pytest.approx(1 - searches / len(HELD_OUT))
+    late = fidelity.teacher_forced(Oracle(lambda q, truth: replace(truth, done=False)), HELD_OUT)
+    assert late["done_precision"]["value"] is None and late["done_recall"]["value"] == 0
 
 
 def test_field_scores_by_hand():
@@ -315,10 +334,77 @@ def test_nan_and_none_are_printed_as_dashes():
 
 
 # ------------------------------------------------------------------------------------------------ command line
-@pytest.mark.parametrize("arguments, named", [(["{}/nowhere"], "config.yaml"), (["{}"], "no checkpoint"),
-                                              (["{}", "--after", "s2r"], "policies: none")])
-def test_command_line_says_what_is_missing(tmp_path, monkeypatch, arguments, named):
-    (tmp_path / "config.yaml").write_text(config.to_yaml(config.Config()))
-    monkeypatch.setattr(sys, "argv", ["fidelity.py", *(a.format(tmp_path) for a in arguments)])
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """main(words) -> what ``python fidelity.py WORDS`` prints."""
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["fidelity.py", *map(str, words)])
+        capsys.readouterr()
+        assert fidelity.main() == 0
+        return capsys.readouterr().out
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A finished run whose policies and experience model know nothing."""
+    return small_run.make(tmp_path_factory.mktemp("runs") / "s0")
+
+
+def test_command_line_writes_and_prints_one_table(folder, main):
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    shown = main(folder, "--after", "dream", "--tasks", 3, "--episodes", 2, "--temperature", 0.5)
+    path = folder / "fidelity-dream-test.json"
+    found = json.loads(path.read_text())
+    assert {name: found[name] for name in ("stage", "step", "split", "temperature", "reward_source")} == {
+        "stage": "dream", "step": 3, "split": "test", "temperature": 0.5, "reward_source": "model"}
+    measured = {name for name, *_ in fidelity.ROWS} - {"", "exact_known"}      # the shop hides nothing
+    assert measured <= found.keys() and "exact_known" not in found
+    assert fidelity.table(found) in shown and str(path) in shown
+    assert found["unparsed"]["value"] == 1 and found["exact"]["value"] == found["real_success"]["value"] == 0
+    scripted = 2 * len(dict(config.load_run(folder).collect))
+    assert found["real_episodes"] == 2 * 3 + scripted and len(found["real"]) == 3
+    steps = found["exact"]["n"] + found["rollout_transitions"] + found["replay_transitions"]
+    assert found["real_transitions"] == steps and f"table: {steps:,} (evaluation)" in shown
+    assert "dream, step 3, at temperature 0.5, test tasks" in shown
+    # nothing else of the run has changed, its ledger neither; the report shows the new file
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path in before} == before
+    assert {path.name for path in folder.rglob("*") if path.is_file()} - {path.name for path in before} == {path.name}
+    assert "fidelity-dream-test.json" in report.read_run(folder).fidelity
+
+
+def test_command_line_takes_any_stage_or_checkpoint(folder, main, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(folder, run)
+    shutil.copytree(run / "checkpoints/dream", run / "checkpoints/real")
+    few = ["--tasks", 2, "--episodes", 1, "--temperature", 0, "--split", "validation"]
+    assert "policy of stage real, step 3," in main(run, *few)                  # the newest
+    wanted = json.loads((run / "fidelity-real-validation.json").read_text())
+    assert (wanted.pop("stage"), wanted.pop("step")) == ("real", 3)
+    file = run / "checkpoints/real/00000003.safetensors"
+    assert f"along the policy {file}" in main(run, "--checkpoint", file, *few)
+    found = json.loads((run / "fidelity-real-00000003-validation.json").read_text())
+    assert found.pop("checkpoint") == str(file) and found == wanted
+    assert "stage policy, step 20," in main(run, "--after", "policy", *few)
+    with pytest.raises(config.UserError, match="do not fit the policy_model"):
+        other = dreamgym.new_lm(config.load_run(run, ["policy_model.tiny.layers=1"]), "policy", run)
+        save_state(tmp_path / "other.safetensors", {"state": {"weights": other.weights()}})
+        main(run, "--checkpoint", tmp_path / "other.safetensors", *few)
+
+
+@pytest.mark.parametrize("words, named", [
+    (["--after", "s2r"], "no checkpoint of stage s2r; it has dream, policy"), (["--after", "mexp"], "invalid choice"),
+    (["--after", "dream", "--checkpoint", "x"], "--after and --checkpoint name two policies"),
+    (["--checkpoint", "nope.safetensors"], "nope.safetensors: "), (["--temperature", "-1"], "between 0 and 5"),
+    (["--tasks", "0"], "at least 1"), (["--episodes", "-1"], "at least 1"), (["--split", "train"], "invalid choice")])
+def test_command_line_says_what_is_wrong(folder, main, words, named):
     with pytest.raises(config.UserError, match=named):
-        fidelity.main()
+        main(folder, *words)
+
+
+@pytest.mark.parametrize("arguments, named", [(["{}/nowhere"], "no such folder"), (["{}"], "no checkpoint"),
+                                              (["{}", "--after", "s2r"], "no checkpoint of stage s2r yet")])
+def test_command_line_says_what_is_missing(tmp_path, main, arguments, named):
+    (tmp_path / "config.yaml").write_text(config.to_yaml(config.Config()))
+    with pytest.raises(config.UserError, match=named):
+        main(*(a.format(tmp_path) for a in arguments))
