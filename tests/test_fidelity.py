@@ -43,11 +43,11 @@ HELD_OUT, TRAIN = collect("validation"), collect("train")
 class Oracle:
     """Plays every query's actions in the real shop; ``wrong(query, truth)`` may then change the prediction."""
 
-    def __init__(self, wrong=lambda query, truth: truth, names=None):
+    def __init__(self, wrong=lambda query, truth: truth, names=None, world=WORLD):
         buffer = ReplayBuffer(HashEncoder(64), GRAMMAR, banned_tasks=[t.id for t in WORLD.tasks["validation"]])
         buffer.add(TRAIN)
         self.codec = Codec(GRAMMAR, buffer, True, 2, 1, True)
-        self.wrong, self.env, self.queries = wrong, WORLD.make(), []
+        self.wrong, self.env, self.queries = wrong, world.make(), []
         self.names = names or {}
 
     def predict(self, queries):
@@ -62,10 +62,11 @@ class Oracle:
 
 
 class Scripted:
-    """Stands for policy and format: prompts are numbers of (task, state, history), answers follow a scripted policy."""
+    """Stands for policy and format: prompts are numbers of (task, state, history), answers follow a scripted policy
+    (its name, or a function like it)."""
 
-    def __init__(self, name, monkeypatch):
-        self.act, self.rng, self.asked = WORLD.scripted(name), random.Random(0), []
+    def __init__(self, act, monkeypatch):
+        self.act, self.asked = act if callable(act) else WORLD.scripted(act), []
         monkeypatch.setattr(rollouts.llm, "generate", lambda lm, prompts, **_: [Sample(p, False) for p in prompts])
 
     def prompt(self, task, history, state, admissible):
@@ -302,6 +303,64 @@ def test_the_replay_stops_where_the_real_episode_ends(monkeypatch):
     assert found["imagined_success"]["value"] == 0 and found["wm2real"]["value"] > 0
     assert found["replay_transitions"] < 8 * len(tasks)
     assert env.max_steps == 8
+
+
+# ------------------------------------------------------------------------------------------------ simulators that err
+CLAIMS = ["click buy", "buy", "[done]", "search success <win>", "i bought exactly what was asked for", "reward 1"]
+
+
+def test_an_agent_that_only_claims_success_wins_nothing_by_the_rule(monkeypatch):
+    """At once, or on the page of the right product.  The experience model believes every claim; the rule does not, and
+    neither does the real environment."""
+    expert, tasks = WORLD.scripted("expert"), WORLD.tasks["validation"][:40]
+
+    def claim(task, state, history, rng):
+        claims = state.startswith("[item]") or rng.random() < 0.3
+        return rng.choice(CLAIMS) if claims else expert(task, state, history, rng)
+
+    policy = Scripted(claim, monkeypatch)
+    oracle = Oracle(lambda q, truth: Prediction("", "", "[done]", True, True) if q.action in CLAIMS else truth)
+    for source, believed in (("model", 1), ("rules", 0)):
+        found = fidelity.imagined(policy, policy, DreamEnv(oracle, 8, source), WORLD, tasks, **PLAY)
+        assert found["imagined_success"]["value"] == found["failed_declared"]["value"] == believed
+        assert found["wm2real"]["value"] == 0
+    claimed = {(q.action, GRAMMAR.kind(q.state)) for q in oracle.queries}
+    assert {(text, kind) for text in CLAIMS for kind in ("home", "item")} <= claimed
+
+
+def test_what_a_dream_forgets_in_twenty_steps_is_counted(monkeypatch):
+    """The shopper chooses early, reads sub pages seven times and buys in step 20; from step 11 on the dream shows the
+    product without what was chosen."""
+    long = envs.open_world(SimpleNamespace(name="webshop", data=None, human_goals=False, catalog_seed=0, max_steps=20))
+    task = TASKS["webshop-3"]                                  # stretchy , padded , tea infuser , color green , ..
+    reading = ["click description", "click prev", "click features", "click prev"]
+    actions = ["search stretchy padded tea infuser", "click 1", "click blue", "click green", "click floral",
+               *reading, *reading, *reading, *reading[:2], "click buy"]
+    late = sum(action == "click prev" for action in actions[10:])
+    assert len(actions) == 20 and late == 5
+
+    def forgets(q, truth):
+        if q.action == "click buy":                            # judged on the page as it is shown
+            return replace(truth, success=GRAMMAR.met(q.task, q.state))
+        late = len(q.history) >= 10 and q.action == "click prev"
+        return replace(truth, next_state=truth.next_state.replace(" *", " |")) if late else truth
+
+    def measure(wrong):
+        policy = Scripted(lambda task, state, history, rng: actions[len(history)], monkeypatch)
+        dream, play = DreamEnv(Oracle(wrong, world=long), 20), PLAY | {"max_turns": 20}
+        found = fidelity.imagined(policy, policy, dream, long, [task], **play)
+        env = long.make()
+        env.reset(task)
+        real = [env.step(action)[0] for action in actions]
+        contradictions = sum(t.next_state != state for t, state in zip(dream.transitions, real, strict=True))
+        return contradictions, found, fidelity.on_policy_errors(policy, policy, dream, long, [task], **play)
+
+    contradictions, found, errors = measure(lambda q, truth: truth)
+    assert contradictions == errors["eps_P"]["value"] == 0 and found["dreamed"] == found["replayed"] == [True]
+    contradictions, found, errors = measure(forgets)
+    assert contradictions == late and errors["eps_P"] == fidelity.share([1] * late + [0] * (20 - late), [0] * 20)
+    assert errors["bound"]["value"] == late and errors["coupled_bound"]["value"] == 1
+    assert found["dreamed"] == [False] and found["replayed"] == errors["real"] == [True]        # and the price of it
 
 
 # ------------------------------------------------------------------------------------------------ leaks
