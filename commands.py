@@ -5,7 +5,7 @@
     python dreamgym.py tasks RUN               the task pool of the curriculum
     python dreamgym.py validate FILE           what is wrong with offline data
     python dreamgym.py eval RUN                real success of a checkpoint on the fixed panel
-    python dreamgym.py play --config FILE      act yourself, in the real environment or (--dream RUN) in a dream
+    python dreamgym.py play --config FILE      act yourself, in the real environment or (--dream) in the run's dream
 
 Every command reads finished parts of a run folder and may be used while the run goes on.
 """
@@ -31,12 +31,14 @@ import backbones
 import buffer
 import config
 import formats
+import llm
 import parallel
 import report
 import rollouts
 from buffer import make_encoder, read_transitions
 from config import CollectSection, Config, UserError
 from curriculum import Curriculum
+from endpoint import EndpointLM
 from envs import World, open_world
 from mexp import DreamEnv, queries_of
 from runs import Checkpoints, Run, clock, derive_seed, load_state, write_whole
@@ -160,7 +162,40 @@ def read_weights(path: Path) -> dict:
         raise UserError(f"{files[0]}: damaged: {error}") from None
 
 
-def measure(cfg: Config, folder: Path, stage: str, split: str, temperature: float, weights: Path | None = None) -> dict:
+def load_checkpoint(policy: llm.LM, path: Path, folder: Path) -> None:
+    """Gives the policy of a run the weights of a checkpoint file or an exported folder.  Raises UserError."""
+    try:
+        policy.load_weights(read_weights(path))
+    except ValueError:
+        raise UserError(f"{path}: its weights do not fit the policy_model of {folder}") from None
+
+
+def chosen_policy(folder: Path, stage: str | None, checkpoint: Path | None, option: str) -> tuple[str, str, dict]:
+    """The policy that ``option`` (a stage, by default the newest) or --checkpoint names.
+
+    Returns its name within a file's name, words for it, and its origin for the file: stage and step, or checkpoint.
+    Raises UserError where both are given or the stage has no checkpoint.
+    """
+    if checkpoint is None:
+        stage = newest_stage(folder, POLICY_STAGES, stage)
+        step = Checkpoints(folder / "checkpoints" / stage, 1).steps()[-1]
+        return stage, f"policy of stage {stage}, step {step},", {"stage": stage, "step": step}
+    if stage is not None:
+        raise UserError(f"{option} and --checkpoint name two policies; give one of them")
+    place = checkpoint.resolve()
+    return f"{place.parent.name}-{place.stem}", f"policy {checkpoint}", {"checkpoint": str(checkpoint)}
+
+
+def policy_temperature(cfg: Config, asked: float | None) -> float:
+    """What --temperature asks for, by default eval.temperature.  Raises UserError where it is none."""
+    temperature = cfg.eval.temperature if asked is None else asked
+    if not 0 <= temperature <= 5:
+        raise UserError(f"--temperature {temperature:g}: must lie between 0 and 5")
+    return temperature
+
+
+def measure(cfg: Config, folder: Path, stage: str | None, split: str, temperature: float,
+            weights: Path | None = None) -> dict:
     """Greedy and sampled success on the panel of a split, of a stage's policy or of these weights; the same in every
     process."""
     import dreamgym
@@ -170,10 +205,7 @@ def measure(cfg: Config, folder: Path, stage: str, split: str, temperature: floa
         policy = dreamgym.trained_lm(cfg, "policy", folder, stage)
     else:
         policy = dreamgym.new_lm(cfg, "policy", folder)
-        try:
-            policy.load_weights(read_weights(weights))
-        except ValueError:
-            raise UserError(f"{weights}: its weights do not fit the policy_model of {folder}") from None
+        load_checkpoint(policy, weights, folder)
     fmt = formats.PolicyFormat(policy, cfg.policy.history)
     found: dict = {}
     for name, t in (("greedy", 0.0), ("sampled", temperature)):
@@ -184,26 +216,14 @@ def measure(cfg: Config, folder: Path, stage: str, split: str, temperature: floa
 
 def eval_command(args: argparse.Namespace) -> int:
     cfg = run_config(args.folder)
-    if args.checkpoint is None:
-        stage = newest_stage(args.folder, POLICY_STAGES, args.stage)
-        step = Checkpoints(args.folder / "checkpoints" / stage, 1).steps()[-1]
-        name, what = stage, f"policy of stage {stage}, step {step},"
-    elif args.stage is None:
-        place = args.checkpoint.resolve()
-        stage, step, what = "", 0, f"policy {args.checkpoint}"
-        name = f"{place.parent.name}-{place.stem}"
-    else:
-        raise UserError("eval: --stage and --checkpoint name two policies; give one of them")
-    temperature = cfg.eval.temperature if args.temperature is None else args.temperature
-    if not 0 <= temperature <= 5:
-        raise UserError(f"--temperature {temperature:g}: must lie between 0 and 5")
+    name, what, origin = chosen_policy(args.folder, args.stage, args.checkpoint, "--stage")
+    temperature = policy_temperature(cfg, args.temperature)
     if args.split == "validation" and not cfg.eval.validation_tasks:
         raise UserError("--split validation: the run has eval.validation_tasks = 0")
     torch.set_num_threads(cfg.run.threads)
     found = parallel.spmd(measure, cfg.run.processes, cfg.run.threads,
-                          (cfg, args.folder, stage, args.split, temperature, args.checkpoint))
+                          (cfg, args.folder, origin.get("stage"), args.split, temperature, args.checkpoint))
     path = args.folder / f"eval-{name}-{args.split}-T{temperature:g}.json"
-    origin = {"stage": stage, "step": step} if stage else {"checkpoint": str(args.checkpoint)}
     tasks, spent = found["greedy"]["tasks"], sum(one["transitions"] for one in found.values())
     print(f"{what} on {tasks} {args.split} tasks of the real environment")
     for name, one in found.items():
@@ -216,32 +236,52 @@ def eval_command(args: argparse.Namespace) -> int:
 
 
 # ------------------------------------------------------------------------------------------------ play
-def dream_world(cfg: Config, folder: Path, world: World) -> DreamEnv:
-    """The experience model of a run with the replay buffer it began with."""
+def dream_world(cfg: Config, folder: Path, world: World, lm: llm.LM | EndpointLM | None = None) -> DreamEnv:
+    """The experience model of a run (``lm`` where it is loaded already) with the replay buffer it began with."""
     import dreamgym
-    if not cfg.mexp.endpoint:
+    if lm is None and not cfg.mexp.endpoint:
         newest_stage(folder, ("mexp",))
     offline = read_transitions(folder / "offline.jsonl")
     grammar = dreamgym.training_grammar(world, offline)
     memory = dreamgym.new_buffer(cfg, grammar, world, offline)
-    model = dreamgym.new_mexp(cfg, dreamgym.experience_lm(cfg, folder), grammar, memory)
+    model = dreamgym.new_mexp(cfg, lm or dreamgym.experience_lm(cfg, folder), grammar, memory)
     return DreamEnv(model, cfg.env.max_steps, cfg.rl.reward_source)
+
+
+def played(args: argparse.Namespace) -> tuple[Config, Path | None]:
+    """(configuration, run folder whose dream is played in or None for the real environment) that ``play`` is asked for.
+
+    Raises UserError where nothing is named, or two configurations: nothing that was typed is ignored.
+    """
+    if isinstance(args.dream, Path):
+        if args.config or args.profile or args.overrides:
+            raise UserError(f"play: the run {args.dream} has its own configuration; leave --config, --profile and "
+                            f"--set away, or the folder behind --dream")
+        return run_config(args.dream), args.dream
+    if not args.config:
+        raise UserError("play: name the environment with --config FILE, or a run with --dream RUN")
+    cfg, _ = config.load(args.config, args.profile, args.overrides)
+    if not args.dream:
+        return cfg, None
+    folder = Path(cfg.run.out).expanduser()
+    if differences := config.describe_differences(run_config(folder), cfg):
+        raise UserError(f"play: {folder} holds a run of another configuration: {'; '.join(differences[:5])} (there -> "
+                        f"here); play in that run with --dream {folder} alone")
+    return cfg, folder
 
 
 def play_command(args: argparse.Namespace) -> int:
     """A person acts: a number takes one of the listed actions, anything else is the action itself."""
-    if not args.dream and not args.config:
-        raise UserError("play: name the environment with --config FILE, or a run with --dream RUN")
-    cfg = run_config(args.dream) if args.dream else config.load(args.config, args.profile, args.overrides)[0]
+    cfg, folder = played(args)
     world = open_world(cfg.env)
     tasks = {t.id: t for split in ("train", "validation", "test") for t in world.tasks[split]}
     if args.task is not None and args.task not in tasks:
         raise UserError(f"--task {args.task}: no such task; for example {next(iter(tasks))}")
     task = tasks[args.task] if args.task else random.choice(world.tasks["train"])
-    batch = dream_world(cfg, args.dream, world) if args.dream else rollouts.RealBatch([world.make()], lambda n: None)
-    grammar = batch.grammar if args.dream else world.grammar([])
+    batch = dream_world(cfg, folder, world) if folder else rollouts.RealBatch([world.make()], lambda n: None)
+    grammar = batch.grammar if folder else world.grammar([])
     say = report.printable
-    print(f"{'a dream of ' + str(args.dream) if args.dream else 'the real environment'}; an empty line ends it\n"
+    print(f"{'a dream of ' + str(folder) if folder else 'the real environment'}; an empty line ends it\n"
           f"task {say(task.id)}: {say(task.text)}")
     [state] = batch.reset([task])
     while True:
@@ -259,7 +299,7 @@ def play_command(args: argparse.Namespace) -> int:
             print(f"type it out: {say(action)}")
             continue
         [(state, reward, done, over, info)] = batch.step([0], [action])
-        if args.dream and batch.transitions[-1].reasoning:
+        if folder and batch.transitions[-1].reasoning:
             print(f"reasoning: {say(batch.transitions[-1].reasoning)}")
         if info["invalid"]:
             print("nothing happened")
@@ -471,5 +511,6 @@ def add_parsers(subparsers) -> None:
     p.add_argument("--config", metavar="FILE", help="configuration of the environment")
     p.add_argument("--profile", metavar="NAME")
     p.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides")
-    p.add_argument("--dream", type=Path, metavar="RUN", help="in the experience model of this run")
+    p.add_argument("--dream", type=Path, nargs="?", const=True, metavar="RUN",
+                   help="in the experience model of this run (without RUN: of the run folder of --config)")
     p.add_argument("--task", metavar="ID", help="default: a random training task")

@@ -2,6 +2,7 @@
 
     python fidelity.py runs/webshop-cpu-s0                      along the policy of the newest stage, on test tasks
     python fidelity.py runs/webshop-cpu-s0 --after policy --split validation --tasks 50
+    python fidelity.py runs/webshop-cpu-s0 --checkpoint FILE    along the policy of a checkpoint or an exported folder
 
 Four questions, each with its own function; ``measure`` asks them all and ``table`` prints the answers:
 
@@ -17,12 +18,13 @@ The last one is the finite-horizon form of the simulation lemma (return in [0, 1
 where, in a deterministic environment, TV(P, Phat)(s,a) = 1 - Phat(s'_real | s,a): the probability of a wrong next
 state.  The expectation is over the policy's own real rollouts, so both sides can be measured.
 
-Every real transition that a measurement makes is counted and returned, for the ledger.  Nothing measured here ever
-enters the replay buffer, and the buffer returns nothing of held-out tasks (``ReplayBuffer.banned_tasks``).
+Every real transition that a measurement makes is counted.  The run's own stage ``fidelity`` puts its transitions into
+the ledger; the command above, which may be used beside the run and after it, writes its count into its own file and
+the ledger stays as it is.  Nothing measured here ever enters the replay buffer, and the buffer returns nothing of
+held-out tasks (``ReplayBuffer.banned_tasks``).
 """
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -39,12 +41,12 @@ import config
 import formats
 import llm
 import rollouts
-from buffer import Transition, read_transitions
+from buffer import Transition
 from config import UserError
 from envs import Env, Grammar, Task, World, open_world
 from mexp import (DreamEnv, ExperienceModel, Prediction, Query, action_kind, content_words, invented_words, queries_of,
                   rename)
-from runs import Progress, Run, derive_seed, write_whole
+from runs import Progress, derive_seed, write_whole
 
 Z = 1.959964                    # two-sided 95 %
 BATCH = 256                     # predictions, episodes side by side
@@ -206,8 +208,8 @@ def teacher_forced(model: ExperienceModel, transitions: Sequence[Transition]) ->
     ``exact``: next state equal to the real one (rendering has normalised both); ``by_move``: the same by (page kind ->
     page kind), ``by_action``: by ``action_kinds``; ``exact_known``: over the steps that show nothing hidden, where the
     grammar knows of such (``reveals``); ``fields``: see ``field_scores``; ``done``: accuracy of the flag;
-    ``success_precision`` and ``success_recall`` over single steps; ``unparsed``: share of the steps for which no
-    well-formed text came, which count as wrong everywhere.
+    ``done_precision``, ``done_recall``, ``success_precision`` and ``success_recall`` over single steps; ``unparsed``:
+    share of the steps for which no well-formed text came, which count as wrong everywhere and declare nothing.
     """
     grammar = model.codec.grammar
     found = predictions(model, queries_of(transitions))
@@ -218,7 +220,7 @@ def teacher_forced(model: ExperienceModel, transitions: Sequence[Transition]) ->
     for p, t in zip(found, transitions):
         for name, score in field_scores(grammar, t.next_state, p.next_state if p else None).items():
             fields.setdefault(name, []).append((score, t.episode))
-    declared = [p is not None and p.success for p in found]
+    ended, declared = [p is not None and p.done for p in found], [p is not None and p.success for p in found]
 
     def by(kinds: Sequence[str]) -> dict[str, dict]:
         """Exact next states by kind, the most frequent kind first."""
@@ -232,6 +234,8 @@ def teacher_forced(model: ExperienceModel, transitions: Sequence[Transition]) ->
         "exact": share(exact, episodes), "by_move": by(moves), "by_action": by(action_kinds(grammar, transitions)),
         "fields": {name: share(*zip(*scores)) for name, scores in fields.items()},
         "done": share([p is not None and p.done == t.done for p, t in zip(found, transitions)], episodes),
+        "done_precision": share([t.done for t, said in zip(transitions, ended) if said]),
+        "done_recall": share([said for t, said in zip(transitions, ended) if t.done]),
         "success_precision": share([t.success for t, said in zip(transitions, declared) if said]),
         "success_recall": share([said for t, said in zip(transitions, declared) if t.success]),
         "unparsed": share([p is None for p in found], episodes)}
@@ -382,7 +386,8 @@ def measure(policy: llm.LM, fmt: rollouts.PromptFormat, dream: DreamEnv, world: 
 ROWS = (                                                       # (result, what the table calls it, as per cent?)
     ("", "single steps on held-out tasks", True),
     ("exact", "next state exact", True), ("exact_known", "next state exact where nothing hidden is shown", True),
-    ("done", "done flag right", True),
+    ("done", "done flag right", True), ("done_precision", "done flag, precision", True),
+    ("done_recall", "done flag, recall", True),
     ("success_precision", "success flag, precision", True), ("success_recall", "success flag, recall", True),
     ("unparsed", "no well-formed answer", True), ("by_move", "next state exact", True),
     ("by_action", "next state exact", True), ("fields", "field", True),
@@ -430,44 +435,43 @@ def _line(label: str, one: dict, per_cent: bool) -> str:
 
 # ------------------------------------------------------------------------------------------------ command line
 def main() -> int:
-    import dreamgym                                            # here, because dreamgym imports this module
-    stages = {"policy": "the cloned", "dream": "the dreamed", "s2r": "the sim-to-real"}
-    p = argparse.ArgumentParser(prog="python fidelity.py", description=__doc__.split("\n\n")[0])
+    import commands                                            # here, because both import this module
+    import dreamgym
+    p = dreamgym.Parser(prog="python fidelity.py", description=__doc__.split("\n\n")[0])
     p.add_argument("folder", type=Path, help="run folder")
-    p.add_argument("--after", choices=stages, help="measure along the policy of this stage (default: the newest)")
+    p.add_argument("--after", choices=commands.POLICY_STAGES[::-1],
+                   help="measure along the policy of this stage (default: the newest that the run has)")
+    p.add_argument("--checkpoint", type=Path, metavar="PATH",
+                   help="along this policy: a checkpoint file, or a folder that transformers or peft wrote")
     p.add_argument("--split", choices=("validation", "test"), default="test", help="held-out tasks (default: test)")
     p.add_argument("--tasks", type=int, default=100, help="tasks that the policy plays (default: 100)")
     p.add_argument("--episodes", type=int, default=80, help="episodes of each scripted policy (default: 80)")
     p.add_argument("--temperature", type=float, help="of the policy (default: eval.temperature of the run)")
     args = p.parse_args()
-    cfg = config.load_run(args.folder)
-    finished = [stage for stage in stages if Run.newest(args.folder, stage)[1]]
-    if not (cfg.mexp.endpoint or Run.newest(args.folder, "mexp")[1]) or not finished or args.after not in (None, *finished):
-        raise UserError(f"{args.folder}: no checkpoint of the experience model or of the policy asked for; policies: "
-                        f"{', '.join(finished) or 'none'}")
-    stage = args.after or finished[-1]
+    cfg = commands.run_config(args.folder)
+    name, what, origin = commands.chosen_policy(args.folder, args.after, args.checkpoint, "--after")
+    temperature = commands.policy_temperature(cfg, args.temperature)
+    if args.tasks < 1 or args.episodes < 1:
+        raise UserError("--tasks and --episodes must be at least 1")
     world = open_world(cfg.env)
-    offline = read_transitions(args.folder / "offline.jsonl")
-    grammar = dreamgym.training_grammar(world, offline)
-    buffer = dreamgym.new_buffer(cfg, grammar, world, offline)
-    policy, lm = dreamgym.policy_and_world(cfg, args.folder, stage)
-    model = dreamgym.new_mexp(cfg, lm, grammar, buffer)
+    policy, lm = dreamgym.policy_and_world(cfg, args.folder, origin.get("stage", "policy"))
+    if args.checkpoint:
+        commands.load_checkpoint(policy, args.checkpoint, args.folder)
+    dream = commands.dream_world(cfg, args.folder, world, lm)
     fmt = formats.PolicyFormat(policy, cfg.policy.history)
-    transitions = held_out_transitions(world, grammar, args.split, dict.fromkeys(dict(cfg.collect), args.episodes),
-                                       cfg.run.seed, cfg.env.max_steps)
-    temperature = cfg.eval.temperature if args.temperature is None else args.temperature
-    generator = torch.Generator(policy.device).manual_seed(derive_seed(cfg.run.seed, "fidelity", stage))
-    found = measure(policy, fmt, DreamEnv(model, cfg.env.max_steps, cfg.rl.reward_source), world,
-                    world.tasks[args.split][:args.tasks], transitions, temperature=temperature, generator=generator,
-                    **dreamgym.limits(cfg, cfg.env.max_steps))
+    episodes = dict.fromkeys(dict(cfg.collect), args.episodes)
+    transitions = held_out_transitions(world, dream.grammar, args.split, episodes, cfg.run.seed, cfg.env.max_steps)
+    generator = torch.Generator(policy.device).manual_seed(derive_seed(cfg.run.seed, "fidelity", name))
+    found = measure(policy, fmt, dream, world, world.tasks[args.split][:args.tasks], transitions,
+                    temperature=temperature, generator=generator, **dreamgym.limits(cfg, cfg.env.max_steps))
     found["real_transitions"] += len(transitions)
-    found["real_episodes"] += args.episodes * len(dict(cfg.collect))
-    about = {"policy": stage, "split": args.split, "temperature": temperature, "reward_source": cfg.rl.reward_source}
-    path = args.folder / f"fidelity-{stage}-{args.split}.json"
+    found["real_episodes"] += sum(episodes.values())
+    about = origin | {"split": args.split, "temperature": temperature, "reward_source": cfg.rl.reward_source}
+    path = args.folder / f"fidelity-{name}-{args.split}.json"
     write_whole(path, json.dumps(about | found, indent=1) + "\n")
-    print(f"experience model of {args.folder} along {stages[stage]} policy at temperature {temperature:g}, "
-          f"{args.split} tasks\n{table(found)}\nreal transitions for this table: {found['real_transitions']:,} "
-          f"(evaluation); written to {path}")
+    print(f"experience model of {args.folder} along the {what} at temperature {temperature:g}, {args.split} tasks\n"
+          f"{table(found)}\nreal transitions for this table: {found['real_transitions']:,} (evaluation); "
+          f"written to {path}")
     return 0
 
 

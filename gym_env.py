@@ -1,4 +1,4 @@
-"""A dreamed or real world as a Gymnasium environment, one episode at a time (``pip install gymnasium``).
+"""A dreamed or real world as a Gymnasium environment, one episode at a time.
 
     env = gym_env.open_run("runs/webshop-cpu-s0")              # the dream of a run, on its training tasks
     observation, info = env.reset(seed=0)                      # {"task": "wireless , ..", "state": "[home]"}
@@ -6,19 +6,16 @@
 """
 from __future__ import annotations
 
-import importlib.util
 import string
 from pathlib import Path
 from typing import Sequence
 
-import commands
-from config import UserError
-from envs import Grammar, Task, open_world
-
-if importlib.util.find_spec("gymnasium") is None:
-    raise UserError("gym_env needs a package: pip install gymnasium")
 import gymnasium
+import torch
 from gymnasium import spaces
+
+import commands
+from envs import Grammar, Task, open_world
 
 
 def open_run(folder: str | Path) -> TextEnv:
@@ -26,6 +23,7 @@ def open_run(folder: str | Path) -> TextEnv:
     cfg = commands.run_config(Path(folder))
     world = open_world(cfg.env)
     dream = commands.dream_world(cfg, Path(folder), world)
+    dream.model.generator = torch.Generator()                  # its own, which ``reset`` can seed
     return TextEnv(dream, world.tasks["train"][:cfg.env.train_tasks], dream.grammar)
 
 
@@ -43,9 +41,9 @@ class AnyText(spaces.Text):
 class TextEnv(gymnasium.Env):
     """``world`` speaks the batched protocol (``mexp.DreamEnv``, ``rollouts.RealBatch``); of it one episode is used.
 
-    ``reset(seed=..)`` seeds the choice of the task and, where the dream is sampled, its generator;
-    ``reset(options={"task": number})`` chooses the task.  ``info`` holds success, score, invalid, task id and the
-    admissible actions.
+    ``reset(seed=..)`` seeds the choice of the task and, where the experience model of a dream has a generator, all that
+    it samples; ``reset(options={"task": number})`` chooses the task.  ``info`` holds success, score, invalid, task id
+    and the admissible actions.
     """
     metadata: dict = {"render_modes": []}
 
@@ -59,11 +57,11 @@ class TextEnv(gymnasium.Env):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
         super().reset(seed=seed)
-        generator = getattr(getattr(self.world, "model", None), "generator", None)
-        if seed is not None and generator is not None:
-            generator.manual_seed(seed)
         number = (options or {}).get("task")
         self.task = self.tasks[int(self.np_random.integers(len(self.tasks))) if number is None else number]
+        generator = getattr(getattr(self.world, "model", None), "generator", None)
+        if generator is not None:                              # follows from the seed, as the task does
+            generator.manual_seed(int(self.np_random.integers(2**63)))
         self.over = False
         [state] = self.world.reset([self.task])
         return self._observed(state), self._info(state, {"success": False, "score": 0.0, "invalid": False})

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sklearn.neighbors import NearestNeighbors
 
 import buffer
 from buffer import (KNN, HashEncoder, MiniLMEncoder, ReplayBuffer, Transition, dream_check, make_encoder,
@@ -72,21 +73,24 @@ def brute_force(rows, q, k, mask=None):
     return np.take_along_axis(scores, ids, 1), ids
 
 
-def test_knn_equals_scikit_learn_with_ties():
-    neighbors = pytest.importorskip("sklearn.neighbors")
+@pytest.mark.parametrize("size, k", [(300, 12), (40, 40), (40, 57)])                     # some, all, more than there are
+def test_knn_equals_scikit_learn_with_ties(size, k):
     rng = np.random.default_rng(0)
-    rows = rng.integers(-1, 2, size=(300, 24)).astype(np.float64) + rng.choice([0, 1e-3], size=(300, 1))
-    rows[150:] = rows[rng.integers(0, 150, 150)] * rng.choice([1, 4], size=(150, 1))      # exact ties, other lengths
+    rows = rng.integers(-1, 2, size=(size, 24)).astype(np.float64) + rng.choice([0, 1e-3], size=(size, 1))
+    half = size // 2
+    rows[half:] = rows[rng.integers(0, half, half)] * rng.choice([1, 4], size=(half, 1))  # exact ties, other lengths
     q = rng.normal(size=(40, 24))
     knn = KNN(24)
     knn.add(torch.from_numpy(rows))
-    scores, ids = knn.query(torch.from_numpy(q), 12)
-    model = neighbors.NearestNeighbors(n_neighbors=300, metric="cosine", algorithm="brute").fit(rows)
+    scores, ids = knn.query(torch.from_numpy(q), k)
+    assert scores.shape == ids.shape == (40, k)
+    assert (ids[:, size:] == -1).all() and (scores[:, size:] == -torch.inf).all()
+    model = NearestNeighbors(n_neighbors=size, metric="cosine", algorithm="brute").fit(rows)
     distances, theirs = model.kneighbors(q)
-    order = np.lexsort((theirs, distances.round(6)), axis=1)[:, :12]                      # ties: lowest id first
-    assert np.allclose(scores, 1 - np.take_along_axis(distances, order, 1), atol=1e-5)
-    assert (ids.numpy() == np.take_along_axis(theirs, order, 1)).all()
-    assert len(set(ids[0].tolist())) == 12
+    order = np.lexsort((theirs, distances.round(6)), axis=1)[:, :k]                       # ties: lowest id first
+    assert np.allclose(scores[:, :size], 1 - np.take_along_axis(distances, order, 1), atol=1e-5)
+    assert (ids[:, :size].numpy() == np.take_along_axis(theirs, order, 1)).all()
+    assert len(set(ids[0, :size].tolist())) == min(k, size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -261,17 +265,19 @@ def test_real_takes_over_a_dreamed_row_and_a_dream_never_vouches_for_a_real_one(
 def test_synthetic_share_and_capacity_hold_and_real_rows_stay():
     memory = make(capacity=20, synthetic_share=0.25)
     rng = random.Random(0)
+    real = []                                                            # all that were offered, each another page
     assert memory.add([dream()]) == {"full": 1}                          # no real row yet: any dream is above the cap
     for number in range(90):
         if rng.random() < 0.4:
-            memory.add([transition(f"click r{number}", f"[item] {number}", episode=f"e{number}")])
+            real.append(transition(f"click r{number}", f"[item] {number}", episode=f"e{number}"))
+            memory.add(real[-1:])
         else:
             memory.add([dream(f"click d{number}", f"[item] {number}", episode=f"d{number}")])
         stats = memory.stats()
         assert stats["rows"] <= 20 and stats["synthetic_share"] <= 0.25
-        assert stats["real"] == min(20, sum(t.source == "real" for t in memory.rows()))
+        assert memory.rows("real") == real[:20] and stats["real"] == len(real[:20])
         assert len(memory.knn) == stats["keys"] == stats["rows"]
-    assert memory.stats()["real"] == 20 and memory.counts["full"] > 1    # all capacity has gone to real rows
+    assert len(real) > 20 and memory.rows() == real[:20] and memory.counts["full"] > 1         # no dream is left
     assert memory.add([transition("click one more", "[item] m")]) == {"full": 1}
 
 
@@ -318,20 +324,22 @@ def test_a_loaded_buffer_continues_exactly_as_the_saved_one(tmp_path):
 
 @pytest.mark.parametrize("name", ["buffer.jsonl", "buffer.npy"])
 def test_a_file_cut_at_any_byte_gives_what_is_whole_and_names_the_rest(tmp_path, name):
-    memory = filled(12)
+    memory = filled(8)
     memory.save(tmp_path)
     content = (tmp_path / name).read_bytes()
     whole = everything(memory)
-    for cut in [*range(0, len(content) - 1, 41), len(content) - 2]:
+    assert memory.stats()["dream"] >= 2 and memory.stats()["real"] >= 3
+    for cut in range(len(content)):
         (tmp_path / name).write_bytes(content[:cut])
         loaded = make(synthetic_share=0.4)
         problems = loaded.load(tmp_path)
-        assert problems and all(str(tmp_path) in problem for problem in problems)
-        if name == "buffer.npy":                                         # vectors can be computed again
-            assert everything(loaded) == whole
+        assert all(str(tmp_path) in problem for problem in problems)
+        if name == "buffer.npy" or content[cut:] == b"\n":               # vectors can be computed again, and the end of
+            assert everything(loaded) == whole                           # a line's text is known without its newline
+            assert bool(problems) == (name == "buffer.npy")
             continue
-        assert loaded.stats()["synthetic_share"] <= 0.4
-        lines = max(content[:cut].count(b"\n") - 1, 0)
+        assert problems and loaded.stats()["synthetic_share"] <= 0.4
+        lines = max(content[:cut + 1].count(b"\n") - 1, 0)               # without the header
         assert loaded.rows("real") == [t for t in memory.rows()[:lines] if t.source == "real"]
     (tmp_path / name).unlink()
     if name == "buffer.jsonl":
@@ -339,6 +347,26 @@ def test_a_file_cut_at_any_byte_gives_what_is_whole_and_names_the_rest(tmp_path,
             make().load(tmp_path)
     else:
         assert "buffer.npy" in make(synthetic_share=0.4).load(tmp_path)[0]
+
+
+@pytest.mark.parametrize("kept", ["buffer.npy", "buffer.jsonl"])
+def test_files_of_two_saves_are_told_apart(tmp_path, kept):
+    """A crash between the two files leaves the new lines beside the old vectors; the other way round is told, too."""
+    memory = make(synthetic_share=0.5)
+    memory.add([transition(f"click {i} 0", f"[item] {i}", "t2", f"e{i}") for i in range(3)])
+    memory.add([dream(f"click {i} 1", f"[item] {i}", "t2", f"d{i}") for i in range(3)])
+    memory.save(tmp_path)
+    old, before = (tmp_path / kept).read_bytes(), everything(memory)
+    memory.add([dream(f"click {i} 1", f"[item] {i}", "t2", f"d{i}") for i in (3, 4)])
+    memory.add([transition("click 5 0", "[item] 5", "t2", "e5")])
+    assert memory.counts["evicted"] == 2                                 # whose places other keys have now
+    memory.save(tmp_path)
+    (tmp_path / kept).write_bytes(old)
+    loaded = make(synthetic_share=0.5)
+    vectors = "3 of 7" if kept == "buffer.npy" else "2 of 6"
+    assert loaded.load(tmp_path) == [f"{tmp_path / 'buffer.npy'}: {vectors} vectors computed again"]
+    assert everything(loaded) == (everything(memory) if kept == "buffer.npy" else before)
+    assert everything(memory) != before
 
 
 def test_load_names_damage_bans_and_other_encoders(tmp_path):

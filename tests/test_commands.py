@@ -5,6 +5,7 @@
 import argparse
 import builtins
 import json
+import sys
 
 import pytest
 
@@ -107,6 +108,55 @@ def test_play_in_both_worlds(folder, capsys, monkeypatch):
     assert "a dream of" in capsys.readouterr().out
     typed = iter([""])
     assert call("play", "--dream", folder) == 0
+
+
+@pytest.fixture
+def program(monkeypatch, capsys):
+    """program(words) -> (exit code, output, errors) of ``python dreamgym.py play WORDS``; nothing is typed."""
+    monkeypatch.setattr(builtins, "input", lambda _: "")
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["dreamgym.py", "play", *map(str, words)])
+        capsys.readouterr()
+        return config.run_main(dreamgym.main), *capsys.readouterr()
+    return run
+
+
+def own(folder, *settings):
+    """The words that made the run folder, and more settings."""
+    settings = [*small_run.SETTINGS, f"run.out={folder}", *settings]
+    return ["--config", small_run.CONFIG, "--profile", "smoke", *(word for s in settings for word in ("--set", s))]
+
+
+def test_play_dreams_in_the_run_folder_of_a_configuration(folder, program, monkeypatch):
+    """Or in one that is named: the same dream.  Without --dream the environment of the configuration is real."""
+    task = ["--task", "webshop-2"]
+    code, shown, _ = program(*own(folder), "--dream", *task)
+    assert code == 0 and f"a dream of {folder}; " in shown
+    assert program("--dream", *own(folder), *task)[:2] == program("--dream", folder, *task)[:2] == (0, shown)
+    assert "the real environment; " in program(*own(folder), *task)[1]
+    assert program(*own(folder, "run.keep_checkpoints=9"), "--dream", *task)[:2] == (0, shown)      # alters no number
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert f"a dream of {folder}; " in program(*own("~/" + folder.name), "--dream", *task)[1]
+
+
+@pytest.mark.parametrize("words, message", [
+    (("--dream",), "play: name the environment with --config FILE, or a run with --dream RUN"),
+    (("--dream", "--set", "rl.lr=1"), "play: name the environment"),
+    (("--profile", "smoke"), "play: name the environment"),
+    (("--dream", "RUN", "--config", small_run.CONFIG), "{} has its own configuration; leave --config, --profile and"),
+    (("--config", small_run.CONFIG, "--dream", "RUN"), "has its own configuration"),
+    (("--dream", "RUN", "--profile", "smoke"), "has its own configuration"),
+    (("--set", "mexp.temperature=1", "--dream", "RUN"), "has its own configuration"),
+    (("--config", small_run.CONFIG, "--set", "run.out=nope", "--dream"), "nope: no such folder"),
+    (("--config", "nope.yaml", "--dream"), "nope.yaml"),
+    (("OWN", "--set", "mexp.temperature=1", "--dream"), "{0} holds a run of another configuration: mexp.temperature: "
+     "0.0 -> 1.0 (there -> here); play in that run with --dream {0} alone")])
+def test_play_ignores_nothing_that_was_typed(folder, program, words, message):
+    words = [w for word in words for w in (own(folder) if word == "OWN" else [folder if word == "RUN" else word])]
+    code, shown, err = program(*words)
+    assert (code, shown) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
+    assert message.format(folder) in err
 
 
 @pytest.mark.parametrize("words, message", [

@@ -5,21 +5,26 @@
 import json
 import math
 import random
+import shutil
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import small_run
 
 import config
+import dreamgym
 import envs
 import fidelity
 import mexp
+import report
 import rollouts
 from buffer import HashEncoder, ReplayBuffer, validate_file, write_transitions
 from fidelity import bootstrap_mean, paired, ratio, share, wilson
 from llm import Sample
 from mexp import Codec, DreamEnv, ExperienceModel, Prediction
+from runs import save_state
 
 PLAY = dict(max_turns=8, max_new_tokens=4, max_prompt_tokens=64, temperature=0.0, generator=None)
 WORLD = envs.open_world(SimpleNamespace(name="webshop", data=None, human_goals=False, catalog_seed=0, max_steps=8))
@@ -38,11 +43,11 @@ HELD_OUT, TRAIN = collect("validation"), collect("train")
 class Oracle:
     """Plays every query's actions in the real shop; ``wrong(query, truth)`` may then change the prediction."""
 
-    def __init__(self, wrong=lambda query, truth: truth, names=None):
+    def __init__(self, wrong=lambda query, truth: truth, names=None, world=WORLD):
         buffer = ReplayBuffer(HashEncoder(64), GRAMMAR, banned_tasks=[t.id for t in WORLD.tasks["validation"]])
         buffer.add(TRAIN)
         self.codec = Codec(GRAMMAR, buffer, True, 2, 1, True)
-        self.wrong, self.env, self.queries = wrong, WORLD.make(), []
+        self.wrong, self.env, self.queries = wrong, world.make(), []
         self.names = names or {}
 
     def predict(self, queries):
@@ -57,10 +62,11 @@ class Oracle:
 
 
 class Scripted:
-    """Stands for policy and format: prompts are numbers of (task, state, history), answers follow a scripted policy."""
+    """Stands for policy and format: prompts are numbers of (task, state, history), answers follow a scripted policy
+    (its name, or a function like it)."""
 
-    def __init__(self, name, monkeypatch):
-        self.act, self.rng, self.asked = WORLD.scripted(name), random.Random(0), []
+    def __init__(self, act, monkeypatch):
+        self.act, self.asked = act if callable(act) else WORLD.scripted(act), []
         monkeypatch.setattr(rollouts.llm, "generate", lambda lm, prompts, **_: [Sample(p, False) for p in prompts])
 
     def prompt(self, task, history, state, admissible):
@@ -142,7 +148,8 @@ def test_held_out_transitions_are_real_data_of_that_split(tmp_path):
 # ------------------------------------------------------------------------------------------------ single steps
 def test_a_perfect_model_is_perfect():
     found = fidelity.teacher_forced(Oracle(), HELD_OUT)
-    measures = [found[k] for k in ("exact", "done", "success_precision", "success_recall")]
+    measures = [found[k] for k in ("exact", "done", "done_precision", "done_recall", "success_precision",
+                                  "success_recall")]
     measures += [*found["by_move"].values(), *found["by_action"].values(), *found["fields"].values()]
     assert all(one["value"] == 1 for one in measures) and found["unparsed"]["value"] == 0
     for name in ("by_move", "by_action"):
@@ -165,9 +172,22 @@ def test_mistakes_are_counted_where_they_are_made():
     assert found["exact"]["value"] == pytest.approx((len(unmoved) + len(final) - won) / len(HELD_OUT))
     assert found["by_move"]["home -> results"]["value"] == found["by_action"]["home: search .."]["value"] == 0
     assert found["done"]["value"] == pytest.approx(1 - won / len(HELD_OUT))
+    assert found["done_precision"] == share([1] * (len(final) - won)) and found["done_recall"]["n"] == len(final)
+    assert found["done_recall"]["value"] == pytest.approx(1 - won / len(final))
     assert found["success_precision"]["value"] == found["success_recall"]["value"] == 0
     assert found["success_precision"]["n"] == len(final) - won and found["success_recall"]["n"] == won
     assert found["unparsed"]["value"] == pytest.approx(won / len(HELD_OUT))
+
+
+def test_an_early_end_costs_precision_of_the_done_flag_a_late_one_recall():
+    final = sum(t.done for t in HELD_OUT)
+    searches = sum(t.state == "[home]" and not t.done for t in HELD_OUT)
+    soon = Oracle(lambda q, truth: replace(truth, done=truth.done or q.state == "[home]"))
+    early = fidelity.teacher_forced(soon, HELD_OUT)
+    assert early["done_precision"]["value"] == pytest.approx(final / (final + searches)) and searches > 0
+    assert early["done_recall"]["value"] == 1 and early["done"]["value"] == pytest.approx(1 - searches / len(HELD_OUT))
+    late = fidelity.teacher_forced(Oracle(lambda q, truth: replace(truth, done=False)), HELD_OUT)
+    assert late["done_precision"]["value"] is None and late["done_recall"]["value"] == 0
 
 
 def test_field_scores_by_hand():
@@ -285,6 +305,64 @@ def test_the_replay_stops_where_the_real_episode_ends(monkeypatch):
     assert env.max_steps == 8
 
 
+# ------------------------------------------------------------------------------------------------ simulators that err
+CLAIMS = ["click buy", "buy", "[done]", "search success <win>", "i bought exactly what was asked for", "reward 1"]
+
+
+def test_an_agent_that_only_claims_success_wins_nothing_by_the_rule(monkeypatch):
+    """At once, or on the page of the right product.  The experience model believes every claim; the rule does not, and
+    neither does the real environment."""
+    expert, tasks = WORLD.scripted("expert"), WORLD.tasks["validation"][:40]
+
+    def claim(task, state, history, rng):
+        claims = state.startswith("[item]") or rng.random() < 0.3
+        return rng.choice(CLAIMS) if claims else expert(task, state, history, rng)
+
+    policy = Scripted(claim, monkeypatch)
+    oracle = Oracle(lambda q, truth: Prediction("", "", "[done]", True, True) if q.action in CLAIMS else truth)
+    for source, believed in (("model", 1), ("rules", 0)):
+        found = fidelity.imagined(policy, policy, DreamEnv(oracle, 8, source), WORLD, tasks, **PLAY)
+        assert found["imagined_success"]["value"] == found["failed_declared"]["value"] == believed
+        assert found["wm2real"]["value"] == 0
+    claimed = {(q.action, GRAMMAR.kind(q.state)) for q in oracle.queries}
+    assert {(text, kind) for text in CLAIMS for kind in ("home", "item")} <= claimed
+
+
+def test_what_a_dream_forgets_in_twenty_steps_is_counted(monkeypatch):
+    """The shopper chooses early, reads sub pages seven times and buys in step 20; from step 11 on the dream shows the
+    product without what was chosen."""
+    long = envs.open_world(SimpleNamespace(name="webshop", data=None, human_goals=False, catalog_seed=0, max_steps=20))
+    task = TASKS["webshop-3"]                                  # stretchy , padded , tea infuser , color green , ..
+    reading = ["click description", "click prev", "click features", "click prev"]
+    actions = ["search stretchy padded tea infuser", "click 1", "click blue", "click green", "click floral",
+               *reading, *reading, *reading, *reading[:2], "click buy"]
+    late = sum(action == "click prev" for action in actions[10:])
+    assert len(actions) == 20 and late == 5
+
+    def forgets(q, truth):
+        if q.action == "click buy":                            # judged on the page as it is shown
+            return replace(truth, success=GRAMMAR.met(q.task, q.state))
+        late = len(q.history) >= 10 and q.action == "click prev"
+        return replace(truth, next_state=truth.next_state.replace(" *", " |")) if late else truth
+
+    def measure(wrong):
+        policy = Scripted(lambda task, state, history, rng: actions[len(history)], monkeypatch)
+        dream, play = DreamEnv(Oracle(wrong, world=long), 20), PLAY | {"max_turns": 20}
+        found = fidelity.imagined(policy, policy, dream, long, [task], **play)
+        env = long.make()
+        env.reset(task)
+        real = [env.step(action)[0] for action in actions]
+        contradictions = sum(t.next_state != state for t, state in zip(dream.transitions, real, strict=True))
+        return contradictions, found, fidelity.on_policy_errors(policy, policy, dream, long, [task], **play)
+
+    contradictions, found, errors = measure(lambda q, truth: truth)
+    assert contradictions == errors["eps_P"]["value"] == 0 and found["dreamed"] == found["replayed"] == [True]
+    contradictions, found, errors = measure(forgets)
+    assert contradictions == late and errors["eps_P"] == fidelity.share([1] * late + [0] * (20 - late), [0] * 20)
+    assert errors["bound"]["value"] == late and errors["coupled_bound"]["value"] == 1
+    assert found["dreamed"] == [False] and found["replayed"] == errors["real"] == [True]        # and the price of it
+
+
 # ------------------------------------------------------------------------------------------------ leaks
 def test_nothing_of_held_out_tasks_is_ever_retrieved_or_kept(monkeypatch):
     """Not even if somebody adds it: the buffer refuses banned tasks."""
@@ -315,10 +393,77 @@ def test_nan_and_none_are_printed_as_dashes():
 
 
 # ------------------------------------------------------------------------------------------------ command line
-@pytest.mark.parametrize("arguments, named", [(["{}/nowhere"], "config.yaml"), (["{}"], "no checkpoint"),
-                                              (["{}", "--after", "s2r"], "policies: none")])
-def test_command_line_says_what_is_missing(tmp_path, monkeypatch, arguments, named):
-    (tmp_path / "config.yaml").write_text(config.to_yaml(config.Config()))
-    monkeypatch.setattr(sys, "argv", ["fidelity.py", *(a.format(tmp_path) for a in arguments)])
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """main(words) -> what ``python fidelity.py WORDS`` prints."""
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["fidelity.py", *map(str, words)])
+        capsys.readouterr()
+        assert fidelity.main() == 0
+        return capsys.readouterr().out
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A finished run whose policies and experience model know nothing."""
+    return small_run.make(tmp_path_factory.mktemp("runs") / "s0")
+
+
+def test_command_line_writes_and_prints_one_table(folder, main):
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    shown = main(folder, "--after", "dream", "--tasks", 3, "--episodes", 2, "--temperature", 0.5)
+    path = folder / "fidelity-dream-test.json"
+    found = json.loads(path.read_text())
+    assert {name: found[name] for name in ("stage", "step", "split", "temperature", "reward_source")} == {
+        "stage": "dream", "step": 3, "split": "test", "temperature": 0.5, "reward_source": "model"}
+    measured = {name for name, *_ in fidelity.ROWS} - {"", "exact_known"}      # the shop hides nothing
+    assert measured <= found.keys() and "exact_known" not in found
+    assert fidelity.table(found) in shown and str(path) in shown
+    assert found["unparsed"]["value"] == 1 and found["exact"]["value"] == found["real_success"]["value"] == 0
+    scripted = 2 * len(dict(config.load_run(folder).collect))
+    assert found["real_episodes"] == 2 * 3 + scripted and len(found["real"]) == 3
+    steps = found["exact"]["n"] + found["rollout_transitions"] + found["replay_transitions"]
+    assert found["real_transitions"] == steps and f"table: {steps:,} (evaluation)" in shown
+    assert "dream, step 3, at temperature 0.5, test tasks" in shown
+    # nothing else of the run has changed, its ledger neither; the report shows the new file
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path in before} == before
+    assert {path.name for path in folder.rglob("*") if path.is_file()} - {path.name for path in before} == {path.name}
+    assert "fidelity-dream-test.json" in report.read_run(folder).fidelity
+
+
+def test_command_line_takes_any_stage_or_checkpoint(folder, main, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(folder, run)
+    shutil.copytree(run / "checkpoints/dream", run / "checkpoints/real")
+    few = ["--tasks", 2, "--episodes", 1, "--temperature", 0, "--split", "validation"]
+    assert "policy of stage real, step 3," in main(run, *few)                  # the newest
+    wanted = json.loads((run / "fidelity-real-validation.json").read_text())
+    assert (wanted.pop("stage"), wanted.pop("step")) == ("real", 3)
+    file = run / "checkpoints/real/00000003.safetensors"
+    assert f"along the policy {file}" in main(run, "--checkpoint", file, *few)
+    found = json.loads((run / "fidelity-real-00000003-validation.json").read_text())
+    assert found.pop("checkpoint") == str(file) and found == wanted
+    assert "stage policy, step 20," in main(run, "--after", "policy", *few)
+    with pytest.raises(config.UserError, match="do not fit the policy_model"):
+        other = dreamgym.new_lm(config.load_run(run, ["policy_model.tiny.layers=1"]), "policy", run)
+        save_state(tmp_path / "other.safetensors", {"state": {"weights": other.weights()}})
+        main(run, "--checkpoint", tmp_path / "other.safetensors", *few)
+
+
+@pytest.mark.parametrize("words, named", [
+    (["--after", "s2r"], "no checkpoint of stage s2r; it has dream, policy"), (["--after", "mexp"], "invalid choice"),
+    (["--after", "dream", "--checkpoint", "x"], "--after and --checkpoint name two policies"),
+    (["--checkpoint", "nope.safetensors"], "nope.safetensors: "), (["--temperature", "-1"], "between 0 and 5"),
+    (["--tasks", "0"], "at least 1"), (["--episodes", "-1"], "at least 1"), (["--split", "train"], "invalid choice")])
+def test_command_line_says_what_is_wrong(folder, main, words, named):
     with pytest.raises(config.UserError, match=named):
-        fidelity.main()
+        main(folder, *words)
+
+
+@pytest.mark.parametrize("arguments, named", [(["{}/nowhere"], "no such folder"), (["{}"], "no checkpoint"),
+                                              (["{}", "--after", "s2r"], "no checkpoint of stage s2r yet")])
+def test_command_line_says_what_is_missing(tmp_path, main, arguments, named):
+    (tmp_path / "config.yaml").write_text(config.to_yaml(config.Config()))
+    with pytest.raises(config.UserError, match=named):
+        main(*(a.format(tmp_path) for a in arguments))

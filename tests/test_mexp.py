@@ -4,18 +4,23 @@
 """
 import random
 import warnings
+import zlib
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
+import gymnasium
 import pytest
+import small_run
 import torch
+from gymnasium.utils.env_checker import check_env
 
 import config
 import dreamgym
 import envs
 import fidelity
 import formats
+import gym_env
 import llm
 import mexp
 from buffer import HashEncoder, ReplayBuffer, Transition
@@ -482,15 +487,9 @@ def test_an_untrained_model_dreams_failures():
 
 # ------------------------------------------------------------------------------------------------ Gymnasium
 def test_gymnasium(fake):
-    gymnasium = pytest.importorskip("gymnasium")
-    from gymnasium.utils.env_checker import check_env
-
-    from gym_env import TextEnv
-
-    env = TextEnv(DreamEnv(fake(lambda prompt: WIN if "click buy" in prompt else GO), 3), TASKS[:5], GRAMMAR)
+    env = gym_env.TextEnv(DreamEnv(fake(lambda prompt: WIN if "click buy" in prompt else GO), 3), TASKS[:5], GRAMMAR)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message=".*spec.*|.*render.*|.*not a numpy array.*|.*Dict.*")
         check_env(env, skip_render_check=True)
     observation, info = env.reset(seed=1, options={"task": 2})
     assert observation == {"task": TASKS[2].text, "state": "[home]"} and info["admissible"] == ["search <words>"]
@@ -503,11 +502,8 @@ def test_gymnasium(fake):
 
 
 def test_gymnasium_seeds_a_sampled_dream(fake):
-    pytest.importorskip("gymnasium")
-    from gym_env import TextEnv
-
     model = fake(lambda prompt: GO, temperature=1.0, generator=torch.Generator())
-    env = TextEnv(DreamEnv(model, 3), TASKS[:5], GRAMMAR)
+    env = gym_env.TextEnv(DreamEnv(model, 3), TASKS[:5], GRAMMAR)
     drawn = []
     for seed in (3, 3, 4):
         env.reset(seed=seed)
@@ -515,14 +511,22 @@ def test_gymnasium_seeds_a_sampled_dream(fake):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_gymnasium_opens_the_dream_of_a_run(tmp_path):
-    pytest.importorskip("gymnasium")
-    import gym_env
-    import small_run
-
-    env = gym_env.open_run(small_run.make(tmp_path / "run"))
+def test_gymnasium_opens_the_dream_of_a_run_and_seeds_it(monkeypatch, tmp_path):
+    env = gym_env.open_run(small_run.make(tmp_path / "run", 0, "mexp.temperature=1"))
     observation, info = env.reset(seed=0)
     assert observation["state"] == env.task.start and env.task.split == "train" and info["admissible"]
     assert not env.step(info["admissible"][0].replace("<words>", "lamp"))[4]["success"]     # an untrained model
     with pytest.raises(config.UserError):
         gym_env.open_run(tmp_path)
+
+    def page(self, q, demos, text):                            # whatever was sampled decides which product is found
+        return mexp.Prediction("", text, f"[results] p1 1 s{zlib.crc32(text.encode()):010} lamp | $1.5", False, False)
+
+    def episode(seed):
+        task = env.reset(seed=seed)[0]["task"]
+        return [task, *(env.step("search lamp")[0]["state"] for _ in range(3))]
+
+    monkeypatch.setattr(Codec, "read", page)
+    first, again, other, unseeded = (episode(seed) for seed in (3, 3, 4, None))
+    assert first == again and not {*first[1:]} & {*other[1:], *unseeded[1:]}
+    assert episode(4)[1:] == other[1:] and episode(None) == unseeded           # which follows from the last seed

@@ -51,8 +51,8 @@ another file where it says so.
  44 invalid actions             -> answers_have_fixed_readings, cut_is_not_invalid
  45 penalty on the wrong turn   -> penalty_stays_with_its_turn
  46 reward on padding           impossible: no reward tensor; -> advantages_reach_their_own_tokens
- 47 simulator reward hacking    test_fidelity.py::test_an_optimistic_dream_is_found_out
- 48 simulator drift             test_fidelity.py::test_wrong_next_states_along_the_policy
+ 47 simulator reward hacking    test_fidelity.py::test_an_agent_that_only_claims_success_wins_nothing_by_the_rule
+ 48 simulator drift             test_fidelity.py::test_what_a_dream_forgets_in_twenty_steps_is_counted
  49 retrieval leak              test_buffer.py
  50 split leaks                 tests of the environments
  51 shared back-end             tests of the environments
