@@ -237,13 +237,13 @@ def eval_command(args: argparse.Namespace) -> int:
 
 # ------------------------------------------------------------------------------------------------ play
 def dream_world(cfg: Config, folder: Path, world: World, lm: llm.LM | EndpointLM | None = None) -> DreamEnv:
-    """The experience model of a run (``lm`` where it is loaded already) with the replay buffer it began with."""
+    """The experience model of a run (``lm`` where it is loaded already) with the replay buffer that its dream left."""
     import dreamgym
     if lm is None and not cfg.mexp.endpoint:
         newest_stage(folder, ("mexp",))
     offline = read_transitions(folder / "offline.jsonl")
     grammar = dreamgym.training_grammar(world, offline)
-    memory = dreamgym.new_buffer(cfg, grammar, world, offline)
+    memory = dreamgym.last_buffer(cfg, folder, grammar, world, offline)
     model = dreamgym.new_mexp(cfg, lm or dreamgym.experience_lm(cfg, folder), grammar, memory)
     return DreamEnv(model, cfg.env.max_steps, cfg.rl.reward_source)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Sequence
 
 import gymnasium
-import torch
 from gymnasium import spaces
 
 import commands
@@ -23,7 +22,6 @@ def open_run(folder: str | Path) -> TextEnv:
     cfg = commands.run_config(Path(folder))
     world = open_world(cfg.env)
     dream = commands.dream_world(cfg, Path(folder), world)
-    dream.model.generator = torch.Generator()                  # its own, which ``reset`` can seed
     return TextEnv(dream, world.tasks["train"][:cfg.env.train_tasks], dream.grammar)
 
 

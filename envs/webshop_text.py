@@ -481,7 +481,7 @@ class WebShopGrammar:
     def outcome(self, task: str, state: str, action: str, next_state: str) -> tuple[bool, bool]:
         """(done, success) by the rule on the text."""
         done = next_state == "[done]"
-        return done, done and self.met(task, state)
+        return done, done and self.decides(state, action) and self.met(task, state)      # to say so buys nothing
 
     def explain(self, task: str, state: str, action: str, next_state: str) -> str:
         """Trace of one transition: on a purchase every look-up of ``judge``; on an item page what follows the clicked
