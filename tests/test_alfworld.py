@@ -14,6 +14,7 @@ import pytest
 
 import config
 import dreamgym
+from benchmarks import alfworld_equality
 from buffer import ReplayBuffer, make_encoder
 from config import UserError
 from envs import alfworld, alfworld_games
@@ -730,10 +731,52 @@ def test_the_state_offers_what_the_engine_does_in_official_games(official):
 @needs_package
 @pytest.mark.parametrize("kind", ["generated", pytest.param("official", marks=needs_official)])
 def test_identical_to_textworld(kind, request):
-    """A small sample; benchmarks/alfworld_equality.py plays many."""
-    from benchmarks.alfworld_equality import compare
+    """A small sample, with impossible commands and a win; benchmarks/alfworld_equality.py plays many."""
     games: Games = request.getfixturevalue(kind)
-    stock, ours, rng, clock = alfworld.StockEngine(), RuleEngine(), random.Random(0), {}
+    stock, ours, rng, clock = alfworld.StockEngine(), RuleEngine(), random.Random(4), Counter()
     game = min(games.by_split["test"], key=lambda g: len(g.packed))            # the stock engine is slow
-    assert compare(game, stock, ours, 10, rng, clock) == []
-    assert clock["steps"] >= 3
+    assert alfworld_equality.compare(game, stock, ours, 50, rng, clock) == ""
+    assert clock["impossible"] >= 1 and clock["won"] == 1 and stock.done == bool(stock.score) == ours.won
+
+
+class Echo(RuleEngine):
+    """Says what textworld would; attributes given to it are lies."""
+
+    def __init__(self, **lies):
+        self.__dict__.update(lies)
+
+    score = property(lambda self: self.__dict__.get("score", float(self.won)))
+    done = property(lambda self: self.__dict__.get("done", self.won))
+
+
+@pytest.mark.parametrize("lie, said", [({}, ""), ({"score": 1.0}, "score: 1.0 against 0.0"),
+                                       ({"done": True}, "done: True against False")])
+def test_comparing_engines_sees_what_they_say_of_the_end(lie, said):
+    found = alfworld_equality.compare(hand_made(), Echo(**lie), RuleEngine(), 5, random.Random(0), Counter())
+    assert found.endswith(said) and bool(found) == bool(lie)
+
+
+@needs_package
+def test_the_equality_benchmark_fails_where_it_should(generated, monkeypatch, capsys):
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["alfworld_equality.py", *words])
+        code = alfworld_equality.main()
+        return code, capsys.readouterr().out
+
+    monkeypatch.setattr(alfworld_equality, "load", lambda data, seed: generated)
+    monkeypatch.setattr(alfworld_equality, "StockEngine", Echo)
+    assert {(g.split, g.name.split("-")[0]) for g in alfworld_equality.drawn(generated, 18, random.Random(0))} == {
+        (split, kind) for split in generated.by_split for kind in alfworld_games.TYPES.values()}
+    code, out = run("--games", "3", "--steps", "4")
+    assert code == 1 and "3 games" in out and ": identical" in out and "times faster (at least 15)" in out    # 1 time
+    monkeypatch.setattr(alfworld_equality, "FASTER", {"reset": 0, "step": 0})
+    assert run("--games", "3", "--steps", "4")[0] == 0
+    monkeypatch.setattr(Echo, "_inventory", lambda self: "You carry nothing.")
+    code, out = run("--games", "18", "--steps", "30")
+    assert code == 1 and "feedback: 'You carry nothing.' against" in out
+    monkeypatch.setattr(alfworld_equality, "resident", lambda: 100.0)
+    assert run("--memory", "10")[0] == 0
+    used = iter(range(100, 200, 10))
+    monkeypatch.setattr(alfworld_equality, "resident", lambda: next(used))
+    code, out = run("--memory", "10")
+    assert code == 1 and "memory grew by 40.0% (at most 10%)" in out
