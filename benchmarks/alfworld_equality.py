@@ -1,13 +1,16 @@
 """Plays games side by side on textworld's own engine and on ours; reports whether they agree, and the speed of both.
 
-    python benchmarks/alfworld_equality.py                              # 24 generated games
-    python benchmarks/alfworld_equality.py --data games.jsonl.xz        # 24 official ones (or: official, a folder)
-    python benchmarks/alfworld_equality.py --memory 5000                # memory of ours over 5,000 episodes
+    python benchmarks/alfworld_equality.py                                     # 24 generated games
+    python benchmarks/alfworld_equality.py --data generated games.jsonl.xz     # and 24 official ones
+    python benchmarks/alfworld_equality.py --memory 5000                       # memory of ours over 5,000 episodes
 
-Compared after every step: feedback, admissible commands, reward and done.  Commands are drawn from the explorer (so
-games are won), at random (half of them not "go to") and from a list of impossible ones.  Times are processor time, so
-that a busy machine does not blur them.  The exit code is 1 on the first difference.  Needs the packages of
-requirements-alfworld.txt; the stock engine takes some minutes.
+Compared after every step: feedback, admissible commands, whether the goal holds, and textworld's score and done, which
+are our reward and done.  Commands are drawn from the explorer (so games are won), at random (half of them not "go to")
+and from a list of impossible ones.  Times are processor time, so that a busy machine does not blur them.
+
+The exit code is 1 after a difference, the first of which ends the comparison; where a step is not 15 times or a reset
+not 30 times faster than textworld's; and where memory at the end is over 10 % above that after the first fifth of the
+episodes.  Needs the packages of requirements-alfworld.txt (``--memory`` only alfworld); the stock engine takes minutes.
 """
 from __future__ import annotations
 
@@ -16,14 +19,29 @@ import random
 import resource
 import sys
 import time
+from collections import Counter, defaultdict
+from itertools import zip_longest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from config import UserError                                                        # noqa: E402
-from envs import alfworld_games                                                     # noqa: E402
 from envs.alfworld import ALFWorldEnv, RuleEngine, StockEngine                       # noqa: E402
+from envs.alfworld_games import Game, Games, load                                    # noqa: E402
 from envs.alfworld_text import explorer, first_page, observe, policy, render, task_text            # noqa: E402
+
+FASTER = {"reset": 30, "step": 15}                   # times faster than textworld that ours must be
+GROWTH = 1.1                                         # memory at the end over that after a fifth of the episodes
+
+
+def drawn(games: Games, n: int, rng: random.Random) -> list[Game]:
+    """n of the games (all, if there are fewer), in turn from each split and task type."""
+    groups = defaultdict(list)
+    for split, of_split in games.by_split.items():
+        for game in rng.sample(of_split, len(of_split)):
+            groups[split, game.name.split("-", 1)[0]].append(game)
+    turns = rng.sample(list(groups.values()), len(groups))
+    return [game for row in zip_longest(*turns) for game in row if game][:n]
 
 
 def choose(page, task: str, offered: list[str], rng: random.Random) -> str:
@@ -42,85 +60,109 @@ def choose(page, task: str, offered: list[str], rng: random.Random) -> str:
                        f"close {place}", f"examine {place}", f"take mug 1 from {place}", f"move apple 1 to {place}"])
 
 
-def compare(game, stock: StockEngine, ours: RuleEngine, steps: int, rng: random.Random, clock: dict) -> list[str]:
-    """Plays ``steps`` steps, also beyond a win.  Returns what differs (nothing, if all is well)."""
+def differing(*pairs: tuple[str, object, object]) -> str:
+    """The first of (what, textworld's, ours) that are not the same, in words; "" if there is none."""
+    return next((f"{what}: {theirs!r} against {our!r}" for what, theirs, our in pairs if theirs != our), "")
+
+
+def compare(game: Game, stock: StockEngine, ours: RuleEngine, steps: int, rng: random.Random, clock: Counter) -> str:
+    """Plays ``steps`` steps at most, four of them beyond a win.  Returns the first difference, "" if there is none.
+
+    ``clock`` gets the seconds of both engines and counts steps, impossible commands and games won.
+    """
     def timed(name, call, *args):
         start = time.process_time()
         result = call(*args)
-        clock[name] = clock.get(name, 0.0) + time.process_time() - start
+        clock[name] += time.process_time() - start
         return result
 
-    raw = timed("stock reset", stock.reset, game)
-    if timed("our reset", ours.reset, game) != raw:
-        return [f"{game.name}: introduction"]
-    page, task, won_at = first_page(raw), task_text(game.sentence), None
+    raw, mine = timed("stock reset", stock.reset, game), timed("our reset", ours.reset, game)
+    if wrong := differing(("introduction", raw, mine), ("admissible", stock.admissible, ours.admissible),
+                          ("won", stock.won, ours.won)):
+        return f"{game.name}: {wrong}"
+    page, task, beyond = first_page(raw), task_text(game.sentence), 0
     for i in range(steps):
-        if list(stock.admissible) != ours.admissible:
-            return [f"{game.name}, step {i}: admissible: {sorted(set(stock.admissible) ^ set(ours.admissible))}"]
-        if stock.won != ours.won:
-            return [f"{game.name}, step {i}: done: {stock.won} against {ours.won}"]
-        clock["won"] = clock.get("won", 0) + (stock.won and won_at is None)
-        won_at = i if stock.won and won_at is None else won_at
-        if won_at is not None and i - won_at > 3:
-            break
         command = choose(page, task, ours.admissible, rng)
-        raw = timed("stock step", stock.step, command)
-        mine = timed("our step", ours.step, command)
-        clock["steps"] = clock.get("steps", 0) + 1
-        clock["invalid"] = clock.get("invalid", 0) + (raw == "Nothing happens.")
-        if raw != mine:
-            return [f"{game.name}, step {i}, {command!r}: {raw!r} against {mine!r}"]
+        raw, mine = timed("stock step", stock.step, command), timed("our step", ours.step, command)
+        if wrong := differing(("feedback", raw, mine), ("admissible", stock.admissible, ours.admissible),
+                              ("won", stock.won, ours.won), ("score", stock.score, float(ours.won)),
+                              ("done", stock.done, ours.won)):
+            return f"{game.name}, step {i}, {command!r}: {wrong}"
+        clock.update(steps=1, impossible=raw == "Nothing happens.", won=ours.won and not beyond)
+        beyond += bool(ours.won or beyond)
+        if beyond > 4:
+            break
         page = observe(page, command.strip(), raw, ours.admissible)
-    return []
+    return ""
 
 
-def memory(games, episodes: int) -> None:
-    """Random episodes one after the other in one process; resident memory after each fifth of them."""
-    env, act = ALFWorldEnv(games, max_steps=20), policy("random")
-    tasks, rng, start = env.tasks("train"), random.Random(0), time.process_time()
+def equality(name: str, games: Games, options, stock: StockEngine) -> bool:
+    """Compares as many games as the options say, prints the result, and returns whether it is good enough."""
+    rng, clock, played = random.Random(options.seed), Counter(), Counter()
+    for game in drawn(games, options.games, rng):
+        print(f"{name}: {played.total()} games, {clock['steps']} steps", end="\r", file=sys.stderr, flush=True)
+        played[game.split] += 1
+        if difference := compare(game, stock, RuleEngine(), options.steps, rng, clock):
+            print(f"{name}: {difference}")
+            return False
+    splits = ", ".join(f"{n} {split}" for split, n in played.items())
+    print(f"{name}: {played.total()} games ({splits}), {clock['won']} of them won, {clock['steps']} steps, "
+          f"{clock['impossible']} of them impossible: identical")
+    fast = True
+    for what, count in (("reset", played.total()), ("step", clock["steps"])):
+        theirs, our = clock[f"stock {what}"] / count, clock[f"our {what}"] / count
+        fast &= theirs >= FASTER[what] * our
+        print(f"{name}: {what}: stock {theirs * 1e3:.1f} ms, ours {our * 1e3:.3f} ms, {theirs / our:.0f} times faster "
+              f"(at least {FASTER[what]})")
+    return fast
+
+
+def resident() -> float:
+    """Memory of this process [MiB]."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def memory(name: str, games: Games, episodes: int) -> bool:
+    """Random episodes one after the other in one process; prints the memory after each fifth of them, and returns
+    whether it stays what it is after the first."""
+    env, act, used = ALFWorldEnv(games, max_steps=20), policy("random"), []
+    tasks, rng, start, steps = env.tasks("train"), random.Random(0), time.process_time(), 0
     for i in range(episodes):
-        state, over, task = env.reset(tasks[i % len(tasks)]), False, tasks[i % len(tasks)]
+        task = tasks[i % len(tasks)]
+        state, over = env.reset(task), False
         while not over:
             state, _, won, cut, _ = env.step(act(task.text, state, [], rng))
             over = won or cut
-        if (i + 1) % max(1, episodes // 5) == 0:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            print(f"{i + 1} episodes: {pages * resource.getpagesize() / 2**20:.1f} MiB", flush=True)
-    print(f"{20 * episodes / (time.process_time() - start):.0f} steps/s with states and policy")
+        steps += env.steps
+        if (i + 1) * 5 // episodes > i * 5 // episodes:
+            used.append(resident())
+            print(f"{name}: {i + 1} episodes: {used[-1]:.1f} MiB", flush=True)
+    print(f"{name}: {steps / (time.process_time() - start):.0f} steps/s with states and policy; memory grew by "
+          f"{used[-1] / used[0] - 1:.1%} (at most {GROWTH - 1:.0%})")
+    return used[-1] <= GROWTH * used[0]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="official games (default: generated ones)")
-    parser.add_argument("--games", type=int, default=24, help="how many, spread over the splits and task types")
+    parser.add_argument("--data", nargs="+", default=["generated"], help="generated, official, a folder, a packed file")
+    parser.add_argument("--games", type=int, default=24, help="how many of each, in turn from each split and task type")
     parser.add_argument("--steps", type=int, default=30, help="at most so many steps a game")
-    parser.add_argument("--memory", type=int, default=0, metavar="EPISODES", help="measure memory instead")
+    parser.add_argument("--memory", type=int, default=0, metavar="EPISODES",
+                        help="measure memory instead; some thousands, for the first fifth fills the caches")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()                    # before textworld, which overwrites sys.argv
+    if min(options.games, options.steps) < 1 or options.memory < 0:
+        parser.error("--games and --steps must be at least 1, --memory at least 0")
+    good = True
     try:
-        games = alfworld_games.load(options.data, options.seed, train=600 if options.memory else max(60, options.games))
-        if options.memory:
-            memory(games, options.memory)
-            return 0
-        pool = [g for split in ("train", "test") for g in games.by_split[split]]
-        rng = random.Random(options.seed)
-        chosen = rng.sample(pool, min(options.games, len(pool)))
-        stock, ours, clock, wrong = StockEngine(), RuleEngine(), {}, []
-        for i, game in enumerate(chosen):
-            print(f"{i} games, {clock.get('steps', 0)} steps", end="\r", file=sys.stderr, flush=True)
-            wrong += compare(game, stock, ours, options.steps, rng, clock)
-            if wrong:
-                break
+        stock = None if options.memory else StockEngine()
+        for name in options.data:
+            games = load(None if name == "generated" else name, options.seed)
+            good &= memory(name, games, options.memory) if options.memory else equality(name, games, options, stock)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    n, steps = len(chosen), clock["steps"]
-    print(f"{n} games, {steps} steps, {clock['invalid']} of them impossible, {clock['won']} games won: "
-          f"{'identical' if not wrong else wrong[0]}")
-    for what, count in (("reset", n), ("step", steps)):
-        slow, fast = clock[f"stock {what}"] / count, clock[f"our {what}"] / count
-        print(f"{what}: stock {slow * 1e3:.1f} ms, ours {fast * 1e3:.3f} ms, {slow / fast:.0f} times faster")
-    return 1 if wrong else 0
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

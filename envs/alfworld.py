@@ -9,8 +9,8 @@ state is global, so hundreds of interleaved episodes need hundreds of copies.  A
 shallow copy, memory stays flat, and neither a C++ build nor a planner stands between the user and training.
 The real engine stays in the repository as ``StockEngine`` (``ALFWorldEnv(.., engine="textworld")`` plays on it): the
 oracle of ``benchmarks/alfworld_equality.py`` and of the tests, which compare feedback, admissible commands, reward
-and done after every step.  The facts still come from the game's PDDL problem, and ``fingerprint`` refuses rules or
-texts that were never compared.
+and done after every step.  The facts still come from the game's PDDL problem, and ``alfworld_games.checked`` refuses
+rules or texts that were never compared.
 
     env = ALFWorldEnv(alfworld_games.load(None))
     state = env.reset(env.tasks("train")[0])
@@ -23,7 +23,7 @@ import sys
 
 from config import UserError
 from envs import Task, World
-from envs.alfworld_games import CHECKED_RULES, INSTALL, Game, Games, Room, fingerprint, load, room_of
+from envs.alfworld_games import INSTALL, Game, Games, Room, load, room_of
 from envs.alfworld_text import ALFWorldGrammar, first_page, observe, parse_task, policy, render
 
 HELP = """Available commands:
@@ -63,9 +63,6 @@ class RuleEngine:
     """
 
     def reset(self, game: Game) -> str:
-        if fingerprint(game.logic.domain, game.logic.grammar) != CHECKED_RULES:
-            raise UserError(f"ALFWorld game {game.name}: its rules or texts are not those that the rule engine was "
-                            "checked against; get the current games with alfworld-download")
         self.room: Room = room_of(game)
         room = self.room
         self.place = room.start                                      # the agent's location
@@ -238,7 +235,10 @@ class RuleEngine:
 
 
 class StockEngine:
-    """The same interface on textworld's own PddlEnv: the oracle.  Keep one per process: each new one leaks 2 MB."""
+    """The same interface on textworld's own PddlEnv: the oracle.  Keep one per process: each new one leaks 2 MB.
+
+    ``score`` and ``done`` are what textworld said of the last step.
+    """
 
     def __init__(self):
         argv = sys.argv
@@ -269,7 +269,7 @@ class StockEngine:
         return self._state.feedback
 
     def step(self, command: str) -> str:
-        self._state, _, _ = self._env.step(command)
+        self._state, self.score, self.done = self._env.step(command)
         return self._state.feedback
 
     @property
@@ -317,11 +317,12 @@ def open_world(cfg) -> World:
     games = load(cfg.data, cfg.catalog_seed, cfg.train_tasks)
     return World(make=lambda: ALFWorldEnv(games, cfg.max_steps),
                  tasks={split: games.tasks(split) for split in ("train", "validation", "test")},
-                 grammar=ALFWorldGrammar, scripted=policy, rules=lambda split: rule_baselines(games, split),
+                 grammar=ALFWorldGrammar, scripted=policy,
+                 rules=lambda split: rule_baselines(games, split, cfg.max_steps),
                  kind=lambda task: parse_task(task.text).kind)
 
 
-def rule_baselines(games: Games, split: str, max_steps: int = 50) -> dict[str, float]:
+def rule_baselines(games: Games, split: str, max_steps: int) -> dict[str, float]:
     """Success over all tasks of a split: the explorer, and random commands."""
     env, success = ALFWorldEnv(games, max_steps), {}
     for rule, name in (("explorer", "expert"), ("random commands", "random")):

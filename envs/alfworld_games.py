@@ -36,7 +36,7 @@ INSTALL = "pip install --no-deps -r requirements-alfworld.txt"         # to play
 PACKAGE = "pip install --no-deps alfworld==0.4.2"
 OFFICIAL_SPLITS = {"train": "train", "valid_seen": "validation", "valid_unseen": "test"}
 UNSEEN_SCENES = (10, 219, 308, 424)                 # one kitchen, living room, bedroom, bathroom: as in valid_unseen
-# Rules and texts that the rule engine was checked against, as ``fingerprint`` sees them.  Official release 2.1.1/2 and
+# Rules and texts that the rule engine was checked against, as ``fingerprint`` sees them.  Official release 2.1.2 and
 # the files inside alfworld 0.4.2 agree but for a condition that no receptacle meets and the place of the help text.
 CHECKED_RULES = "220c15626e31ada5"
 
@@ -69,14 +69,20 @@ class Logic:
     grammar: str
 
 
-@lru_cache(maxsize=16)
-def fingerprint(domain: str, grammar: str) -> str:
-    """Hash of the rules and texts without comments and layout.  Raises UserError for a release we cannot play."""
+def checked(domain: str, grammar: str, source: str) -> Logic:
+    """Rules and texts of the games of ``source``.  Raises UserError, which names it, where they are of a release that
+    the rule engine was never checked against, be it older or newer."""
+    if fingerprint(domain, grammar) == CHECKED_RULES:
+        return Logic(domain, grammar)
     put = re.search(r"action\s+PutObject\s*\{\s*template\s*::\s*\"([^\"]*)\"", grammar)
-    if put is None or not put[1].startswith("move "):
-        raise UserError("these ALFWorld games are of an older release: objects are put down with "
-                        f"'{put[1] if put else 'an unknown command'}' where release 2.1.1 and later say "
-                        "'move {o} to {r}', so every plan would fail. Get the current games with alfworld-download")
+    example = f"; objects are put down with '{put[1]}'" if put and put[1] != "move {o} to {r}" else ""
+    raise UserError(f"{source}: these ALFWorld games are of another release, older or newer, than the rule engine was "
+                    f"checked against{example}. What fits is alfworld 0.4.2 and what its alfworld-download gets "
+                    "(requirements-alfworld.txt)")
+
+
+def fingerprint(domain: str, grammar: str) -> str:
+    """Hash of the rules and texts without comments and layout."""
     rules = re.sub(r";[^\n]*", "", domain.lower())
     rules = re.sub(r"\(receptacletype \?r sinktype\)", "", rules)
     texts = re.sub(r"\baction\s+help\s*\{.*", "", grammar, flags=re.DOTALL)
@@ -269,7 +275,7 @@ def _packed(path: Path) -> list[Game]:
     try:
         with lzma.open(path, "rb") as lines:
             head = json.loads(next(lines))
-            logic = Logic(head["pddl_domain"], head["grammar"])
+            logic = checked(head["pddl_domain"], head["grammar"], f"env.data: {path}")
             for line in lines:
                 row = json.loads(line)
                 if row["split"] in OFFICIAL_SPLITS:
@@ -303,15 +309,15 @@ def _folder(path: Path) -> list[Game]:
             if not document.get("solvable", True):
                 continue
             grammar = grammar.replace(sentence, "UNKNOWN GOAL")
-            logic = logics.setdefault((domain, grammar), Logic(domain, grammar))
-            games.append(_game(name, split, sentence, problem, logic))
+            if (domain, grammar) not in logics:
+                logics[domain, grammar] = checked(domain, grammar, f"env.data: {file}")
+            games.append(_game(name, split, sentence, problem, logics[domain, grammar]))
     if not games:
         raise UserError(f"env.data: no game.tw-pddl below {root}; get the games with: alfworld-download")
     return games
 
 
 def _game(name: str, split: str, sentence: str, problem: str, logic: Logic) -> Game:
-    fingerprint(logic.domain, logic.grammar)         # refuses an old release at once
     return Game(name, OFFICIAL_SPLITS[split], sentence, zlib.compress(problem.encode(), 1), logic)
 
 
@@ -362,7 +368,7 @@ def _package() -> Path:
 @lru_cache(maxsize=1)
 def _shipped_logic() -> Logic:
     data = _package() / "data"
-    return Logic((data / "alfred.pddl").read_text(encoding="utf-8"), (data / "alfred.twl2").read_text(encoding="utf-8"))
+    return checked(*((data / name).read_text(encoding="utf-8") for name in ("alfred.pddl", "alfred.twl2")), str(data))
 
 
 @lru_cache(maxsize=1)

@@ -1,9 +1,11 @@
 """ALFWorld: the state's text and grammar, the rule engine (by hand and against textworld), games, experts, errors."""
 import json
+import lzma
 import os
 import random
 import zlib
 from collections import Counter
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 
 import config
 import dreamgym
+from benchmarks import alfworld_equality
 from buffer import ReplayBuffer, make_encoder
 from config import UserError
 from envs import alfworld, alfworld_games
@@ -299,20 +302,21 @@ def test_which_tasks_a_room_can_carry():
 
 # ------------------------------------------------------------------------------------------------ engine, by hand
 
-def hand_made(kind="cool", obj="mug", recep="coffeemachine"):
-    """A kitchen corner: two drawers share a spot; the mug is in the first, the pen in the second."""
-    receptacles = {"drawer_bar_1": ("drawer", "loc_bar_1"), "drawer_bar_2": ("drawer", "loc_bar_1"),
-                   "fridge_bar_1": ("fridge", "loc_bar_2"), "coffeemachine_bar_1": ("coffeemachine", "loc_bar_3"),
-                   "countertop_bar_1": ("countertop", "loc_bar_3")}
-    objects = {"mug_bar_1": "mug", "knife_bar_1": "knife", "apple_bar_1": "apple"}
-    lies = {"mug_bar_1": "countertop_bar_1", "knife_bar_1": "drawer_bar_1", "apple_bar_1": "countertop_bar_1"}
+KITCHEN = {"drawer_bar_1": ("drawer", "loc_bar_1"), "drawer_bar_2": ("drawer", "loc_bar_1"),
+           "fridge_bar_1": ("fridge", "loc_bar_2"), "coffeemachine_bar_1": ("coffeemachine", "loc_bar_3"),
+           "countertop_bar_1": ("countertop", "loc_bar_3")}          # a corner of one: the drawers share a spot
+
+
+def hand_made(kind="cool", obj="mug", recep="coffeemachine", receptacles=KITCHEN, lies=None):
+    """A game in such a corner; ``lies``: object -> receptacle."""
+    lies = lies or {"mug_bar_1": "countertop_bar_1", "knife_bar_1": "drawer_bar_1", "apple_bar_1": "countertop_bar_1"}
+    objects = {o: o.split("_bar_")[0] for o in lies}
     problem = alfworld_games._problem(kind, obj, recep, 1, receptacles, objects, lies, "loc_bar_0")
     sentence = TEMPLATES[kind][0].format(obj=obj, recep=recep)
     return Game(MOVING, "train", sentence, zlib.compress(problem.encode()), Logic("rules", "texts"))
 
 
-def test_rules_by_hand(monkeypatch):
-    monkeypatch.setattr(alfworld, "fingerprint", lambda domain, grammar: alfworld.CHECKED_RULES)
+def test_rules_by_hand():
     engine = RuleEngine()
     assert engine.reset(hand_made()) == (
         "-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see "
@@ -348,10 +352,60 @@ def test_rules_by_hand(monkeypatch):
     assert engine.step("move mug 1 to coffeemachine 1") == "You move the mug 1 to the coffeemachine 1." and engine.won
 
 
-def test_unchecked_rules_are_refused():
-    with pytest.raises(UserError, match="rules or texts"):
-        logic = Logic("other rules", 'action PutObject { template :: "move {o} to {r}"')
-        RuleEngine().reset(Game(MOVING, "train", "", b"", logic))
+def states_after(game, *actions, hidden=()):
+    """(the states that these commands lead to, is the task fulfilled after the last and not before?)  In each of them
+    ``Grammar.admissible`` is what the engine offers, less what the state cannot tell (``hidden``)."""
+    env = ALFWorldEnv(Games([game]))
+    env.reset(env.tasks("train")[0])
+    states, won = [], []
+    for action in actions:
+        state, _, terminated, _, info = env.step(action)
+        states.append(state)
+        won.append(terminated)
+        assert not info["invalid"]
+        assert GRAMMAR.admissible(state) == [c for c in env.admissible() if c not in hidden]
+    return states, won[-1] and not any(won[:-1])
+
+
+def test_what_a_knife_reaches_out_of_sight_is_in_the_state():
+    """The engine offers to slice also what a closed fridge holds, and what lies inside a pot."""
+    lies = {"knife_bar_1": "countertop_bar_1", "bread_bar_1": "fridge_bar_1", "pot_bar_1": "countertop_bar_1",
+            "egg_bar_1": "countertop_bar_1"}
+    states, _ = states_after(hand_made(lies=lies), "go to countertop 1", "take knife 1 from countertop 1",
+                             "go to fridge 1", "slice bread 1 with knife 1", "open fridge 1", "close fridge 1")
+    assert states[2].startswith("[at] fridge closed @ 1 : [hold] knife * 1 , [seen] bread | fridge 1 1 , egg | ")
+    assert "bread sliced | fridge 1 1 ," in states[3] and "bread sliced | fridge 1 1 ," in states[5]
+    assert "[at] fridge open @ 1 : bread sliced @ 1 ," in states[4]
+    game = hand_made(lies=lies)
+    problem = game.problem.replace("inReceptacle egg_bar_1 countertop_bar_1", "inReceptacleObject egg_bar_1 pot_bar_1")
+    states, _ = states_after(
+        replace(game, packed=zlib.compress(problem.encode())), "go to countertop 1", "take knife 1 from countertop 1",
+        "slice egg 1 with knife 1", "move knife 1 to countertop 1")
+    assert ["egg" in state for state in states] == [False, True, True, False] and "egg sliced @ 1 ," in states[2]
+
+
+def test_a_station_of_another_name_cleans_all_the_same():
+    """Scene 420: its bathtubbasin is of the type of a sinkbasin."""
+    bathroom = {"bathtub_bar_1_bar_bathtubbasin": ("sinkbasin", "loc_bar_1"), "toilet_bar_1": ("toilet", "loc_bar_2")}
+    game = hand_made("clean", "cloth", "toilet", bathroom, {"cloth_bar_1": "bathtub_bar_1_bar_bathtubbasin"})
+    clean, put = "clean cloth 1 with bathtubbasin 1", "move cloth 1 to toilet 1"
+    (_, dirty, held, there, done), won = states_after(
+        game, "go to bathtubbasin 1", "take cloth 1 from bathtubbasin 1", clean, "go to toilet 1", put, hidden=[clean])
+    task = task_text(game.sentence)
+    assert "[hold] cloth * 1 ," in dirty and "[hold] cloth clean * 1 ," in held and won
+    assert GRAMMAR.outcome(task, there, put, done) == (True, True) and not GRAMMAR.outcome(task, dirty, clean, held)[0]
+    assert GRAMMAR.patch(dirty, clean, GRAMMAR.diff(dirty, clean, held)) == held
+
+
+def test_the_environment_keeps_the_engine_text_beside_the_state():
+    env = ALFWorldEnv(Games([hand_made()]))
+    state = env.reset(env.tasks("train")[0])
+    assert env.raw.startswith("-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. ")
+    assert env.raw.endswith("Your task is to: put a cool mug in coffeemachine.")
+    assert state.startswith("[room] [new] ")
+    state, *_, info = env.step("go to drawer 1")
+    assert env.raw == info["raw"] == "You arrive at drawer 1. The drawer 1 is closed."
+    assert state.startswith("[at] drawer closed @ 1 : [by] drawer closed @ 2 : ")
 
 
 # ------------------------------------------------------------------------------------------------ generated games
@@ -400,6 +454,40 @@ def test_experts_states_and_grammar_agree_with_the_engine(generated):
     assert edits[True] == 0                                   # no state had to be written out in full
     with pytest.raises(ValueError):
         policy("genius")
+
+
+def agrees_at_random(env, tasks, episodes):
+    """Random play, a knife kept long: what the state offers is what the engine offers, but for cleaning in the bathtub
+    (scene 420).  Returns how often the knife reached what is in sight, and what is not."""
+    rng, slices = random.Random(0), Counter()
+
+    def act(task, state, past, rng):
+        by_verb = {}
+        for command in env.admissible():
+            by_verb.setdefault(command.split(" ")[0], []).append(command)
+        if parse(state).held and "knife" in parse(state).held and rng.random() < 0.8:
+            by_verb.pop("move", None)
+        knives = [c for c in by_verb.get("take", ()) if c.split(" ")[1] in ("knife", "butterknife")]
+        return rng.choice(knives or by_verb[rng.choice(["go", *by_verb])])
+
+    def check(task, state, action, after, terminated, past):
+        real = env.admissible()
+        told = [c for c in real if not (c.startswith("clean ") and " bathtubbasin " in c)]
+        assert GRAMMAR.admissible(after) == told, (task.id, len(past), action)
+        hidden = {o for r, names in parse(after).inside.items() if not parse(after).visible(r) for o in names}
+        sliceable = [" ".join(c.split(" ")[1:3]) for c in real if c.startswith("slice ")]
+        slices.update("hidden" if o in hidden else "seen" for o in sliceable)
+
+    for _ in range(episodes):
+        play(env, rng.choice(tasks), act, rng, check)
+    return slices
+
+
+@needs_package
+def test_the_state_offers_what_the_engine_does_in_random_play(generated):
+    env = ALFWorldEnv(generated)
+    slices = agrees_at_random(env, env.tasks("train") + env.tasks("test"), 60)
+    assert min(slices["hidden"], slices["seen"]) > 10
 
 
 class Rules:
@@ -468,32 +556,100 @@ def test_limit_invalid_actions_and_interleaved_episodes(generated):
     assert after == state and info["invalid"] and info["raw"] == "Nothing happens." and reward == 0 and not terminated
 
 
+def write_official(folder, split, game, name=None, **changed):
+    """The game as a file of the official layout below ``folder``, under another name if one is given."""
+    file = folder / "json_2.1.1" / split / (name or game.name) / "game.tw-pddl"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(game.document() | {"solvable": True} | changed))
+    return file
+
+
+FOLDERS = (("valid_unseen", "test"), ("valid_seen", "validation"), ("train", "train"))
+
+
 @needs_package
 def test_world_and_official_folder_layout(generated, tmp_path, monkeypatch):
-    for game in generated.by_split["test"]:
-        folder = tmp_path / "json_2.1.1" / "valid_unseen" / game.name
-        folder.mkdir(parents=True)
-        (folder / "game.tw-pddl").write_text(json.dumps(game.document() | {"solvable": True}))
+    sizes = {"train": 5, "validation": 3, "test": 12}
+    for folder, split in FOLDERS:
+        for game in generated.by_split[split][:sizes[split]]:
+            file = write_official(tmp_path, folder, game)
+        for i, unplayable in enumerate(("AppleSliced", "Apple-movable")):          # and one that says so itself
+            write_official(tmp_path, folder, game, f"pick_and_place_simple-{unplayable}-None-Desk-1/trial_{i}")
+        write_official(tmp_path, folder, game, "pick_and_place_simple-Apple-None-Desk-1/trial_2", solvable=False)
+    write_official(tmp_path, "valid_train", game)              # rooms and tasks of train: not used
     world = open_world(SimpleNamespace(data=str(tmp_path), catalog_seed=0, train_tasks=None, max_steps=50))
-    assert {k: len(v) for k, v in world.tasks.items()} == {"train": 0, "validation": 0, "test": 12}
+    for split, tasks in world.tasks.items():
+        assert {(t.id, t.text, t.start, t.split) for t in tasks} == {
+            (t.id, t.text, t.start, t.split) for t in generated.tasks(split)[:sizes[split]]}
     task = world.tasks["test"][0]
     assert play(world.make(), task, world.scripted("expert"), random.Random(0))[0]
     assert world.rules("test")["explorer"] == 1.0
-    assert {t.text for t in world.tasks["test"]} == {t.text for t in generated.tasks("test")}
+    hasty = open_world(SimpleNamespace(data=str(tmp_path), catalog_seed=0, train_tasks=None, max_steps=2))
+    assert hasty.rules("test")["explorer"] == 0.0              # nothing is done in two steps
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
-    assert len(alfworld_games.load("official").by_split["test"]) == 12
-    old = json.loads((folder / "game.tw-pddl").read_text())
-    human = old | {"grammar": old["grammar"].replace(game.sentence, "Chill the mug")}
-    (folder / "game.tw-pddl").write_text(json.dumps(human))
+    assert {k: len(v) for k, v in alfworld_games.load("official").by_split.items()} == sizes
+    assert {k: len(v) for k, v in alfworld_games.load("official", train=2).by_split.items()} == sizes | {"train": 2}
+    old = json.loads(file.read_text())                         # of train, the last one that counts
+    file.write_text(json.dumps(old | {"grammar": old["grammar"].replace(
+        generated.by_split["train"][4].sentence, "Chill the mug")}))
     with pytest.raises(UserError, match="Chill the mug"):
-        alfworld_games.load(str(tmp_path)).tasks("test")
-    old["grammar"] = old["grammar"].replace('"move {o} to {r}"', '"put {o} in/on {r}"')
-    (folder / "game.tw-pddl").write_text(json.dumps(old))
-    with pytest.raises(UserError, match="older release.*put {o} in/on {r}"):
-        alfworld_games.load(str(tmp_path))
-    (folder / "game.tw-pddl").write_text("{")
+        alfworld_games.load(str(tmp_path)).tasks("train")
+    file.write_text("{")
     with pytest.raises(UserError, match="no ALFWorld game"):
         alfworld_games.load(str(tmp_path))
+
+
+@needs_package
+def test_packed_games(generated, tmp_path):
+    """The packed file holds the same games, and its splits become ours in the same way."""
+    path = tmp_path / "games.jsonl.xz"
+    games = {folder: generated.by_split[split][:2] for folder, split in FOLDERS}
+    games["valid_train"] = generated.by_split["train"][2:3]
+    logic = games["train"][0].logic
+    rows = [{"pddl_domain": logic.domain, "grammar": logic.grammar}, *(
+        {"split": folder, "game": g.name, "task": g.sentence, "pddl_problem": g.problem, "walkthrough": []}
+        for folder, chosen in games.items() for g in chosen)]
+    with lzma.open(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    read = alfworld_games.load(str(path))
+    assert read.by_split == {split: games[folder] for folder, split in FOLDERS}
+    assert alfworld_games.load(str(path), train=1).by_split["train"][0] in games["train"]
+    with lzma.open(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows[:1] + rows[-1:])
+    with pytest.raises(UserError, match="holds no game of the splits"):
+        alfworld_games.load(str(path))
+
+
+@needs_package
+@pytest.mark.parametrize("domain, grammar, said", [
+    (("(holds ?a ?o)", "(holds ?o ?a)"), ("", ""), "older or newer, than .* was checked against. What fits"),
+    (("", ""), ("You arrive at", "You reach"), "older or newer"),
+    (("", ""), ("action PutObject", "action LayObject"), "older or newer"),
+    (("", ""), ('"move {o} to {r}"', '"put {o} in/on {r}"'), "older or newer.*put down with 'put {o} in/on {r}'")])
+def test_games_of_another_release_are_refused_when_they_are_read(domain, grammar, said, generated, tmp_path):
+    game = generated.by_split["test"][0]
+    other = Logic(game.logic.domain.replace(*domain), game.logic.grammar.replace(*grammar))
+    assert other != game.logic
+    file = write_official(tmp_path, "valid_unseen", replace(game, logic=other))
+    packed = tmp_path / "games.jsonl.xz"
+    packed.write_bytes(lzma.compress(json.dumps({"pddl_domain": other.domain, "grammar": other.grammar}).encode()))
+    for data, source in ((tmp_path, file), (packed, packed)):
+        with pytest.raises(UserError, match=said) as error:
+            alfworld_games.load(str(data))
+        assert str(source) in str(error.value) and "\n" not in str(error.value)
+
+
+@needs_package
+def test_a_package_of_another_release_is_refused(monkeypatch):
+    monkeypatch.setattr(alfworld_games, "CHECKED_RULES", "those of another release")
+    alfworld_games._shipped_logic.cache_clear()
+    with pytest.raises(UserError, match="alfworld/data: .* older or newer"):
+        alfworld_games.load(None)
+
+
+def test_the_step_limit_of_the_configuration():
+    cfg, _ = config.load(CONFIG, "cpu", [])
+    assert (cfg.env.max_steps, cfg.rl.max_turns, cfg.mexp.gate_false_success) == (50, 25, 0.03)
 
 
 def test_missing_things_are_told_in_one_line(tmp_path, monkeypatch):
@@ -560,14 +716,67 @@ def test_official_games(official):
     assert sum(lengths) / len(lengths) < 16
 
 
+@needs_official
+def test_the_state_offers_what_the_engine_does_in_official_games(official):
+    env = ALFWorldEnv(official)
+    everything = [task for split in ("train", "validation", "test") for task in env.tasks(split)]
+    slices = agrees_at_random(env, everything, 60)
+    assert min(slices["hidden"], slices["seen"]) > 10
+    bathtub = [task for task in everything if "-420/" in task.id]
+    assert len(bathtub) == 28                                 # as the docstring of alfworld_text says
+    agrees_at_random(env, bathtub, 10)
+
+
 @needs_textworld
 @needs_package
 @pytest.mark.parametrize("kind", ["generated", pytest.param("official", marks=needs_official)])
 def test_identical_to_textworld(kind, request):
-    """A small sample; benchmarks/alfworld_equality.py plays many."""
-    from benchmarks.alfworld_equality import compare
+    """A small sample, with impossible commands and a win; benchmarks/alfworld_equality.py plays many."""
     games: Games = request.getfixturevalue(kind)
-    stock, ours, rng, clock = alfworld.StockEngine(), RuleEngine(), random.Random(0), {}
+    stock, ours, rng, clock = alfworld.StockEngine(), RuleEngine(), random.Random(4), Counter()
     game = min(games.by_split["test"], key=lambda g: len(g.packed))            # the stock engine is slow
-    assert compare(game, stock, ours, 10, rng, clock) == []
-    assert clock["steps"] >= 3
+    assert alfworld_equality.compare(game, stock, ours, 50, rng, clock) == ""
+    assert clock["impossible"] >= 1 and clock["won"] == 1 and stock.done == bool(stock.score) == ours.won
+
+
+class Echo(RuleEngine):
+    """Says what textworld would; attributes given to it are lies."""
+
+    def __init__(self, **lies):
+        self.__dict__.update(lies)
+
+    score = property(lambda self: self.__dict__.get("score", float(self.won)))
+    done = property(lambda self: self.__dict__.get("done", self.won))
+
+
+@pytest.mark.parametrize("lie, said", [({}, ""), ({"score": 1.0}, "score: 1.0 against 0.0"),
+                                       ({"done": True}, "done: True against False")])
+def test_comparing_engines_sees_what_they_say_of_the_end(lie, said):
+    found = alfworld_equality.compare(hand_made(), Echo(**lie), RuleEngine(), 5, random.Random(0), Counter())
+    assert found.endswith(said) and bool(found) == bool(lie)
+
+
+@needs_package
+def test_the_equality_benchmark_fails_where_it_should(generated, monkeypatch, capsys):
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["alfworld_equality.py", *words])
+        code = alfworld_equality.main()
+        return code, capsys.readouterr().out
+
+    monkeypatch.setattr(alfworld_equality, "load", lambda data, seed: generated)
+    monkeypatch.setattr(alfworld_equality, "StockEngine", Echo)
+    assert {(g.split, g.name.split("-")[0]) for g in alfworld_equality.drawn(generated, 18, random.Random(0))} == {
+        (split, kind) for split in generated.by_split for kind in alfworld_games.TYPES.values()}
+    code, out = run("--games", "3", "--steps", "4")
+    assert code == 1 and "3 games" in out and ": identical" in out and "times faster (at least 15)" in out    # 1 time
+    monkeypatch.setattr(alfworld_equality, "FASTER", {"reset": 0, "step": 0})
+    assert run("--games", "3", "--steps", "4")[0] == 0
+    monkeypatch.setattr(Echo, "_inventory", lambda self: "You carry nothing.")
+    code, out = run("--games", "18", "--steps", "30")
+    assert code == 1 and "feedback: 'You carry nothing.' against" in out
+    monkeypatch.setattr(alfworld_equality, "resident", lambda: 100.0)
+    assert run("--memory", "10")[0] == 0
+    used = iter(range(100, 200, 10))
+    monkeypatch.setattr(alfworld_equality, "resident", lambda: next(used))
+    code, out = run("--memory", "10")
+    assert code == 1 and "memory grew by 40.0% (at most 10%)" in out

@@ -20,9 +20,11 @@ import pytest
 
 import config
 import dreamgym
+import envs
 import rl_world
 import small_run
 from endpoint import Endpoint
+from envs import alfworld_games
 from runs import Lock
 from test_runs import file_size_limit
 
@@ -375,11 +377,16 @@ def test_packages(settings, lacking, message, refused, tmp_path, monkeypatch):
 def test_alfworld_without_its_package_or_games(refused, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", without("alfworld", "textworld"))
     monkeypatch.delenv("ALFWORLD_DATA", raising=False)
-    (tmp_path / "c.yaml").write_text(SMALL)
-    line = refused("--config", tmp_path / "c.yaml", "--profile", "smoke", "--set", "env.name=alfworld", "--set",
-                   f"run.out={tmp_path / 'run'}", "--set", f"env.data={tmp_path}", "--set", "rl.rename=0", "--set",
-                   "mexp.invent=0")
-    assert "pip" in line or str(tmp_path) in line
+    monkeypatch.setattr(envs, "_opened", [])                 # what tests that had the package left
+    for cached in (alfworld_games._scenes, alfworld_games._shipped_logic):
+        cached.cache_clear()
+    alfworld, out = WEBSHOP.with_name("alfworld.yaml"), tmp_path / "run"
+    words = ["--config", alfworld, "--profile", "smoke", "--set", f"run.out={out}"]
+    assert refused(*words) == (
+        "error: ALFWorld needs the alfworld package; run: pip install --no-deps alfworld==0.4.2")
+    (tmp_path / "no games").mkdir()
+    assert "no games has none of the folders train, " in refused(*words, "--set", f"env.data={tmp_path / 'no games'}")
+    assert "get the games with alfworld-download" in refused(*words, "--set", "env.data=official")
 
 
 # ------------------------------------------------------------------------------------------------ disks
