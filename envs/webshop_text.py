@@ -540,8 +540,9 @@ class WebShopGrammar:
         """A history of a results page in which one to four more hits were opened, in the order of the thoughts, as far as
         one is left to open; that of any other page as it is."""
         for _ in range(rng.randint(1, 4) if self.kind(state) == "results" else 0):
-            more = [*history, self.advice(task, state, history), "click prev"]
-            if not self.advice(task, state, more):
+            link = self.advice(task, state, history)
+            more = [*history, link, "click prev"]
+            if not (link and self.advice(task, state, more)):
                 break
             history = more
         return task, list(history)

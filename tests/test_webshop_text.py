@@ -284,6 +284,10 @@ def test_a_thought_reads_the_page_and_ends_with_what_it_comes_to():
     assert all(revisit == (TASK, ["search a", "click 1", "click prev"]) for revisit in revisits)   # one is left to open
     assert GRAMMAR.varied(TASK, ITEM, "click red", ["search a"], random.Random(0)) == (TASK, ["search a"])
     assert [GRAMMAR.advice(TASK, page, []) for page in (RESULTS, ITEM)] == ["click 1", None]
+    for task, page, history in ((TASK, RESULTS, ["click 1", "click prev", "click 2", "click prev"]),    # nothing is left
+                                ("wireless , travel headphones ,", RESULTS, []), (TASK, "[home]", [])):
+        assert GRAMMAR.advice(task, page, history) is None
+        assert GRAMMAR.varied(task, page, "click next", history, random.Random(0)) == (task, history)
     assert GRAMMAR.consider(TASK.replace("60", "40"), RESULTS, ["search a"]) == "1 $49.5 no 2 $19.5 ok click 2"
     for action in ("search a", "click next"):                  # other hits than before
         assert GRAMMAR.consider(TASK, RESULTS, ["click 1", action]) == "1 $49.5 ok click 1"
