@@ -683,8 +683,8 @@ class ALFWorldGrammar:
         the agent at such a receptacle; for the lamp: the object in hand, then the lamp at hand and on.
 
         Success is all met.  Exact but for what no observation shows (docstring of this file): an object that was cool
-        from the start, one that the game has lying in a second receptacle the agent has not looked into, and one that it
-        has in none, while a knife is in hand.
+        from the start, one that the game has lying in a second receptacle the agent has not looked into, and one that
+        it has in none, while a knife is in hand.
         """
         page = parse(state)
         return [(word, _entry(page, word)[0], met) for word, met in self._checks(parse_task(task), page)]
