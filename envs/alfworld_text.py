@@ -22,8 +22,8 @@ share a spot.
 
 What the words of an official game do not tell, and the state therefore has wrong or not at all:
 - what was cool from the start;
-- that a thing lies in a second receptacle (it can be sliced at only one of them) or inside another thing (offered to a
-  knife, it is noted as lying at that spot until the hand is free);
+- that a thing lies in a second receptacle (it can be sliced at only one of them) or in none (266 games; offered to a
+  knife, it is noted as lying in a receptacle of that spot until the hand is free);
 - that the bathtubbasin of scene 420 (28 training games) is of the type of a sinkbasin.  The engine offers to clean
   things with it, ``ALFWorldGrammar.admissible`` does not; to the grammar that command does ``nothing``, and its edit is
   the full state.  The effect is in the state all the same: ``observe`` takes it from the engine's words.
@@ -683,8 +683,8 @@ class ALFWorldGrammar:
         the agent at such a receptacle; for the lamp: the object in hand, then the lamp at hand and on.
 
         Success is all met.  Exact but for what no observation shows (docstring of this file): an object that was cool
-        from the start, one that the game has lying in a second receptacle the agent has not looked into, and one inside
-        another thing, while a knife is in hand.
+        from the start, one that the game has lying in a second receptacle the agent has not looked into, and one that
+        it has in none, while a knife is in hand.
         """
         page = parse(state)
         return [(word, _entry(page, word)[0], met) for word, met in self._checks(parse_task(task), page)]
