@@ -368,7 +368,8 @@ class TrainingRows:
         for word in target.split(" ") if self.lm.spaced else [target]:
             piece = self.lm.encode(word)
             ids += piece
-            weights += [self.emphasis if word in heavy or word in formats.FLAGS else 1.0] * len(piece)
+            weighs = word in heavy or word[:1] in heavy or word in formats.FLAGS
+            weights += [self.emphasis if weighs else 1.0] * len(piece)
         return llm.Row(self.lm.prompt(formats.MEXP_SYSTEM, prompt), ids + [self.lm.eos_id], weights + [1.0])
 
     def _changed(self, q: Query, t: Transition, rng: random.Random) -> tuple[Query, Transition]:

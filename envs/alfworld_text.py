@@ -3,15 +3,16 @@
 State.  One line, rebuilt from the observations (feedback and admissible commands, as verl-agent shows them), never
 from the engine:
 
-    [at] countertop @ 1 : mug hot two @ 1 2 , knife @ 1 , [by] drawer closed @ 3 : [hold] apple clean * 1 ,
-    [seen] bread | cabinet 3 1 , [visited] cabinet shut ! 3 , sinkbasin ! 1 , [new] fridge ? 1 , drawer ? 1 2 ,
+    [at] countertop @1 : mug hot two @1 2 , knife @1 , [by] drawer closed @3 : [hold] apple clean *1 ,
+    [seen] bread |cabinet 3 1 , [visited] cabinet shut !3 , sinkbasin !1 , [new] fridge ?1 , drawer ?1 2 ,
 
 ``[at]`` is where the agent went last, ``[by]`` receptacles at the same spot, then what they visibly hold, what the
 agent holds, what it remembers of other places, and the receptacles it has and has not been to.  Before the first
 move it reads ``[room] [new] ..``.  Every class is followed by its condition (hot cool clean sliced on; two = two or
 more alike; closed = never opened, shut = closed again, open, new = not looked at) or at once by the separator of
 where it is: ``@`` here, ``*`` in hand, ``|`` seen elsewhere (place, then numbers), ``!`` visited, ``?`` not visited.
-In the task the separator is ``,``.  So one look-up of a class tells what to do with it.  ``[new]`` is in an order worth
+In the task the separator is ``,``.  The separator is one word with what follows it, so one look-up of a class tells
+where and which it is: apart, "the number after ``@``" had as many answers as the page has things.  ``[new]`` is in an order worth
 following (``_turn``), so what stands after it is where to look next.
 
 What an experience model can and cannot know.  Every effect follows from state and action, so nearly every edit is
@@ -250,8 +251,25 @@ def _turn(page: Page):
     return lambda word: (tried[word] + (word in OPENABLE), -len(CAN_HOLD.get(word, ())), word)
 
 
+_APART, _TOGETHER = re.compile(r" ([@*|!?]) (?=\S)"), re.compile(r" ([@*|!?])(?=\S)")
+
+
+def joined(words: Iterable[str]) -> str:
+    """Words -> text, every separator in one word with what follows it: one look-up of a class tells both."""
+    return _APART.sub(r" \1", " ".join(words))
+
+
+def split(text: str) -> list[str]:
+    """Inverse of ``joined``."""
+    return _TOGETHER.sub(r" \1 ", text).split(" ")
+
+
 def render(page: Page) -> str:
     """Page -> abstract state."""
+    return joined(_words(page))
+
+
+def _words(page: Page) -> list[str]:
     words = ["[at]", *_spot(page)] if page.here else ["[room]"]
     if page.held:
         words += ["[hold]", *_items([page.held], page.conditions, "*")]
@@ -269,7 +287,7 @@ def render(page: Page) -> str:
             words.append(section)
             for word, status in sorted(groups, key=order):
                 words += [word, *([status] if status not in ("seen", "new") else []), mark, *groups[word, status], ","]
-    return " ".join(words)
+    return words
 
 
 _WORD, _NUMBER = re.compile(r"[a-z]+"), re.compile(r"[1-9][0-9]{0,2}")
@@ -344,7 +362,7 @@ def parse(state: str) -> Page:
     """Inverse of ``render``; pages are shared, so never change one.  Raises ValueError on text that ``render`` cannot
     have written."""
     try:
-        page = _parse(state.split(" "))
+        page = _parse(split(state))
         if render(page) == state:
             return page
     except (IndexError, KeyError, TypeError) as error:
@@ -501,7 +519,7 @@ _EDITS = {"go": "[arrive]", "open": "[open]", "close": "[close]", "take": "[take
 
 def _with_spot(page: Page, spot: str) -> Page:
     """The page with another ``[at] .. [by] ..`` part: places, their status, and what they visibly hold."""
-    shown = _parse(["[at]", *spot.split(" ")])
+    shown = _parse(["[at]", *split(spot)])
     if shown.here[:1] != page.here[:1] or not set(shown.here) <= set(page.status):
         raise ValueError(f"not the place that the action leads to: {spot[:80]!r}")
     status = page.status | shown.status
@@ -542,7 +560,7 @@ def _from_memory(page: Page, r: str, memory: Sequence[str]) -> str | None:
             names.add(f"{word} {number}")
             taken.add(f"{word} {number}")
         inside[x] = frozenset(names)
-    return " ".join(_spot(Page((*page.here, *beside), status, inside, conditions=page.conditions)))
+    return joined(_spot(Page((*page.here, *beside), status, inside, conditions=page.conditions)))
 
 
 def _room(page: Page) -> str:
@@ -648,7 +666,7 @@ class ALFWorldGrammar:
                 return f"{_EDITS[verb]} [mem]"
             if render(page) == next_state:
                 return _EDITS[verb]
-            spot = " ".join(_spot(parse(next_state)))
+            spot = joined(_spot(parse(next_state)))
             try:
                 if render(_with_spot(page, spot)) == next_state:
                     return f"{_EDITS[verb]} {spot}"
@@ -687,7 +705,8 @@ class ALFWorldGrammar:
         it has in none, while a knife is in hand.
         """
         page = parse(state)
-        return [(word, _entry(page, word)[0], met) for word, met in self._checks(parse_task(task), page)]
+        return [(word, joined([word, *_entry(page, word)]).split(" ")[1], met)
+                for word, met in self._checks(parse_task(task), page)]
 
     @staticmethod
     def _checks(wish: Wish, page: Page) -> list[tuple[str, bool]]:
@@ -726,7 +745,7 @@ class ALFWorldGrammar:
             words += [*look_up, "ok" if met else "no"]
             if not met:
                 break
-        return " ".join(words)
+        return joined(words)
 
     @staticmethod
     def _chain(wish: Wish, page: Page, verb: str, rest: Sequence[str],
@@ -740,7 +759,7 @@ class ALFWorldGrammar:
             yield [wish.obj, *_place_of(page, wish.obj, held_first=True)], held
         if verb == "move" and wish.kind in STATION:
             condition, had = STATION[wish.kind][0], _items([page.held], page.conditions, "*")
-            after = had[had.index(condition) + 1:had.index("*") + 1] if condition in had else [wish.obj]
+            after = had[had.index(condition) + 1:had.index("*") + 2] if condition in had else [wish.obj]
             yield [condition, *after], condition in had
         if verb == "move" and wish.kind != "light":
             yield [wish.recep, "to", cls(rest[1])], cls(rest[1]) == wish.recep
@@ -763,7 +782,7 @@ class ALFWorldGrammar:
         """
         page, wish = parse(state), parse_task(task)
         step = _next_step(wish, page)
-        return " ".join([*self._looked_up(wish, page), *([step] if step else [])])
+        return joined([*self._looked_up(wish, page), *([step] if step else [])])
 
     @staticmethod
     def _looked_up(wish: Wish, page: Page) -> list[str]:
@@ -857,7 +876,7 @@ def _entry(page: Page, word: str, held_first: bool = False) -> list[str]:
     elsewhere; the task's own ``,`` if the state lacks it.  A receptacle that only tells where a thing was seen is none."""
     spot = _spot(page)
     held = _items([page.held], page.conditions, "*") if page.held else []
-    for words in ((held, spot) if held_first else (spot, held)) + (render(page).split(" "),):
+    for words in ((held, spot) if held_first else (spot, held)) + (_words(page),):
         for i, w in enumerate(words):
             if w == word and words[i - 1] != "|":
                 return words[i + 1:next(j for j in range(i, len(words)) if words[j] in (",", ":"))]
@@ -865,26 +884,26 @@ def _entry(page: Page, word: str, held_first: bool = False) -> list[str]:
 
 
 def _place_of(page: Page, word: str, held_first: bool = False) -> list[str]:
-    """``_entry`` up to the separator: the conditions, and whether it is here, in hand or elsewhere."""
+    """``_entry`` up to the word of the separator: the conditions, and whether it is here, in hand or elsewhere."""
     entry = _entry(page, word, held_first)
-    return entry[:next(i for i, w in enumerate(entry) if w in MARKS) + 1]
+    return entry[:next(i for i, w in enumerate(entry) if w in MARKS) + 2]
 
 
 def _listed(page: Page, r: str) -> list[str]:
-    """A receptacle as the state lists it: ``drawer open @ 3``, ``drawer closed ! 2``, ``desk ? 1``."""
+    """A receptacle as the state lists it: ``drawer open @3``, ``drawer closed !2``, ``desk ?1``; in words for ``joined``."""
     word, number = r.split(" ")
     mark = "@" if r in page.here else "?" if page.status[r] == "new" else "!"
     return [word, *([page.status[r]] if page.status[r] != "seen" and mark != "?" else []), mark, number]
 
 
 def _at(page: Page, r: str) -> list[str]:
-    """The same behind its section's head, where that is what to look up: ``[at] drawer open @ 3``, ``[new] desk ? 1``."""
+    """The same behind its section's head, where that is what to look up: ``[at] drawer open @3``, ``[new] desk ?1``."""
     head = ["[at]" if r == page.here[0] else "[by]"] if r in page.here else ["[new]"] if page.status[r] == "new" else []
     return [*head, *_listed(page, r)]
 
 
 def _as_seen(page: Page, o: str, r: str) -> list[str]:
-    """What follows the class of an object in a receptacle: ``on @ 1``, or elsewhere ``| desk 2``."""
+    """What follows the class of an object in a receptacle: ``on @1``, or elsewhere ``|desk 2``."""
     had = [c for c in CONDITIONS if c in page.conditions.get(o, ())]
     return [*had, "@", o.split(" ")[1]] if page.visible(r) else [*had, "|", r]
 
