@@ -939,7 +939,8 @@ def _found(wish: Wish, page: Page, o: str, r: str) -> list[str]:
         alike = [x for x in page.inside[r] if cls(x) == wish.obj and page.conditions.get(x) == page.conditions.get(o)]
         item = _items(alike, page.conditions, "@")
         words = item[:item.index("@") + 2]
-    return [*words, *(_at(page, r) if r in page.here else []), *([wish.recep, "to", cls(r)] if wish.kind == "two" else [])]
+    words += _at(page, r) if r in page.here else []
+    return words + (["in", wish.recep, "to", cls(r)] if wish.kind == "two" else [])
 
 
 def _source(wish: Wish, page: Page) -> tuple[str, str] | None:

@@ -224,7 +224,7 @@ FREE = STATE.replace("[hold] apple clean *1 , ", "")
     ("look at book , under desklamp ,", "[at] bed @1 : [hold] book *1 , [new] desk ?1 ,",
      "book *1 desklamp , [new] desk ?1", "go to desk 1"),
     ("put two cd , in desk ,", "[at] bed @1 : [seen] cd |desk 1 2 , [visited] desk !1 , [new] drawer ?1 2 ,",
-     "cd |desk 1 desk to desk placed cd , [new] drawer ?1", "go to drawer 1"),
+     "cd |desk 1 in desk to desk placed cd , [new] drawer ?1", "go to drawer 1"),
     ("put cd , in drawer ,", "[at] bed @1 : [seen] cd |desk 1 2 , [visited] desk !1 , [new] drawer ?1 2 ,",
      "cd |desk 1", "go to desk 1"),
     ("look at book , under desklamp ,", "[at] bed @1 : [hold] book *1 , [seen] desklamp on |desk 2 1 , [visited] desk !2 ,",
@@ -238,11 +238,11 @@ FREE = STATE.replace("[hold] apple clean *1 , ", "")
     ("put spoon , in desk ,", "[at] bed @1 : [seen] spoon |drawer 2 1 , spoon |drawer 10 2 , spoon clean |desk 1 3 , "
      "[visited] desk !1 , drawer open !2 10 ,", "spoon |drawer 2", "go to drawer 2"),
     ("put two cd , in desk ,", "[at] bed @1 : [seen] cd |desk 1 1 , cd |desk 2 2 , [visited] desk !1 2 ,",
-     "cd |desk 1 desk to desk placed cd |desk 2 desk to desk", "go to desk 2"),
+     "cd |desk 1 in desk to desk placed cd |desk 2 in desk to desk", "go to desk 2"),
     ("put two cd , in desk ,", "[at] desk @2 : cd @2 , [seen] cd |desk 1 1 , [visited] desk !1 ,",
-     "cd @2 [at] desk @2 desk to desk", "take cd 2 from desk 2"),         # what is placed is listed later
+     "cd @2 [at] desk @2 in desk to desk", "take cd 2 from desk 2"),         # what is placed is listed later
     ("put two cd , in desk ,", "[at] desk @2 : cd @2 , [seen] cd |shelf 1 1 , [visited] shelf !1 ,",
-     "cd @2 [at] desk @2 desk to desk placed cd |shelf 1 desk to shelf", "go to shelf 1"),
+     "cd @2 [at] desk @2 in desk to desk placed cd |shelf 1 in desk to shelf", "go to shelf 1"),
     ("put two pan , in stoveburner ,", "[at] stoveburner @1 : [by] stoveburner @2 : pan @1 , [hold] pan *2 ,",
      "pan *2 stoveburner @2", "move pan 2 to stoveburner 2"),
     ("put mug , in countertop ,", "[at] shelf @1 : [hold] egg *1 , [visited] countertop !1 , [new] fridge ?1 ,",
