@@ -43,6 +43,7 @@ import envs
 import fidelity
 import formats
 import llm
+import parallel
 import rl
 import training
 
@@ -188,6 +189,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable_progress_bar()
     torch.set_num_threads(o.threads)
+    parallel.keep_memory()
     with tempfile.TemporaryDirectory() as folder:
         compare(o, folder)
 

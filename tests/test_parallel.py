@@ -3,6 +3,7 @@
     python -m pytest -q tests/test_parallel.py
 """
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -76,3 +77,16 @@ def test_helpers_end_with_a_killed_parent(tmp_path):
     while any(map(lives, helpers)) and time.monotonic() < end:
         time.sleep(0.1)
     assert not any(map(lives, helpers))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_memory_of_large_tensors_is_kept():
+    """The same 64 MB again and again: its pages are asked of the system once, or every time."""
+    code = ("import resource, sys, torch, parallel\n"
+            "if sys.argv[1] == 'keep': parallel.keep_memory()\n"
+            "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+            "for _ in range(60): torch.ones(2**24)\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)")
+    kept, given = (int(subprocess.run([sys.executable, "-c", code, how], cwd=Path(parallel.__file__).parent, text=True,
+                                      capture_output=True, check=True).stdout) for how in ("keep", "give"))
+    assert kept < given / 3, (kept, given)
