@@ -55,7 +55,7 @@ AS_IT_IS = "as it is"                                          # the variant wit
 # ``backbone``: the smallest honest fine-tuning.  Rows of this format have 150 to 500 tokens, two or three fill a step.
 SMALL = ("mexp_model.name=smollm2", "mexp_model.quant=nf4", "mexp_model.lora_rank=16", "mexp_model.max_prompt_tokens=480",
          "mexp_model.max_new_tokens=64", "mexp.batch_tokens=544", "mexp.steps=50", "mexp.lr=1e-3", "mexp.optimizer=adamw",
-         "mexp.prompt_weight=0.0", "mexp.rename=0.0", "mexp.heads=random", "rl.micro_tokens=544")
+         "mexp.prompt_weight=0.0", "mexp.rename=0.0", "mexp.heads=random", "rl.micro_tokens=1024")
 LOSS_ROWS = 8                                                  # of a held-out loss
 ROWS = 128                                                     # of one call of transformers.generate, as of llm.generate
 
