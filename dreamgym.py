@@ -274,9 +274,8 @@ def explain(cfg: Config, run: Run, grammar: Grammar, transitions: Sequence[Trans
     if missing:
         print(f"teacher: nothing valid about {missing} of {len(annotations)} trajectories, which keep the traces of the "
               f"rules; for example {who.problems[-1] if getattr(who, 'problems', None) else 'see annotations.jsonl'}")
-    ends = [t for t in transitions if t.done]
-    other = sum(grammar.outcome(t.task, t.state, t.action, t.next_state) != (t.done, t.success) for t in ends)
-    if name == "rules" and other:                              # official data rest on attributes that no page shows
+    ends = [t for t in transitions if t.done and name == "rules"]      # official data rest on attributes no page shows
+    if other := sum(grammar.outcome(t.task, t.state, t.action, t.next_state) != (t.done, t.success) for t in ends):
         print(f"warning: the rules read {other:,} of {len(ends):,} final steps otherwise than the environment judged them; "
               "their traces contradict their flags", file=sys.stderr)
     return annotated

@@ -104,7 +104,7 @@ class Endpoint:
                 return self.chat(system, user, max_tokens, temperature, salt, more)
             except Unusable:
                 return None
-            except Exception:
+            except Exception:                                  # whatever it is, it ends the whole call
                 over.set()
                 raise
 

@@ -150,7 +150,8 @@ class ExperienceModel:
                     out[i] = self.codec.read(queries[i], demos[i], text)
                 except ValueError:
                     failed.append(i)
-            self.counts["unparsed"] += len(failed) * (attempt == 0)
+            if attempt == 0:
+                self.counts["unparsed"] += len(failed)
             todo = failed
             if not todo:
                 break

@@ -58,7 +58,8 @@ class Episode:
 
     def light(self) -> Episode:
         """A copy without token ids, to pass between processes; statistics read nothing else."""
-        return replace(self, turns=[replace(t, prompt_ids=[], action_ids=[], logprobs=[]) for t in self.turns], final_prompt_ids=[])
+        turns = [replace(t, prompt_ids=[], action_ids=[], logprobs=[]) for t in self.turns]
+        return replace(self, turns=turns, final_prompt_ids=[])
 
 
 class PromptFormat(Protocol):

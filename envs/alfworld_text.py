@@ -12,8 +12,8 @@ move it reads ``[room] [new] ..``.  Every class is followed by its condition (ho
 more alike; closed = never opened, shut = closed again, open, new = not looked at) or at once by the separator of
 where it is: ``@`` here, ``*`` in hand, ``|`` seen elsewhere (place, then numbers), ``!`` visited, ``?`` not visited.
 In the task the separator is ``,``.  The separator is one word with what follows it, so one look-up of a class tells
-where and which it is: apart, "the number after ``@``" had as many answers as the page has things.  ``[new]`` is in an order worth
-following (``_turn``), so what stands after it is where to look next.
+where and which it is: apart, "the number after ``@``" had as many answers as the page has things.  ``[new]`` is in an
+order worth following (``_turn``), so what stands after it is where to look next.
 
 What an experience model can and cannot know.  Every effect follows from state and action, so nearly every edit is
 one word.  The exception is what a place holds that this episode has not seen: that is hidden in the game, no model
@@ -813,24 +813,23 @@ class ALFWorldGrammar:
         here or elsewhere, of a pair also one that is placed.  Explorers fetch what they see, so demonstrations hold few
         steps where the wanted thing was seen before; the history stays as it is."""
         page = parse(state)
-        if action != self.advice(task, state):
-            return task, list(history)
-        places = sorted({cls(r) for r in page.status})
-        lamps = sorted({cls(o) for names in page.inside.values() for o in names} & LAMPS)
-        seen = sorted({cls(o) for names in page.inside.values() for o in names} & PICKUPABLE)
-        obj = cls(page.held) if page.held and rng.random() < 0.7 else rng.choice(seen) if seen else None
-        kinds = [kind for kind in KINDS if kind not in STATION or (obj in STATION[kind][2] and STATION[kind][1] in places)]
-        kind = rng.choice(kinds)
-        there = sorted({cls(r) for r, names in page.inside.items() if any(cls(o) == obj for o in names)})
-        fitting = [r for r in (lamps or sorted(LAMPS) if kind == "light" else
-                               there if kind == "two" and rng.random() < 0.5 else places)
-                   if kind == "light" or obj in CAN_HOLD.get(r, ())]
-        if obj is None or not fitting:
-            return task, list(history)
-        wish = Wish(kind, obj, rng.choice(fitting))
-        if all(met for _, met in self._checks(wish, page)) or _next_step(wish, page) is None:
+        wish = self._other_wish(page, rng) if action == self.advice(task, state) else None
+        if wish is None or all(met for _, met in self._checks(wish, page)) or _next_step(wish, page) is None:
             return task, list(history)                         # there the episode had ended, or nothing can be done
         return wish.text, list(history)
+
+    @staticmethod
+    def _other_wish(page: Page, rng: random.Random) -> Wish | None:
+        places, things = sorted({cls(r) for r in page.status}), {cls(o) for names in page.inside.values() for o in names}
+        lamps, seen = sorted(things & LAMPS or LAMPS), sorted(things & PICKUPABLE)
+        obj = cls(page.held) if page.held and rng.random() < 0.7 else rng.choice(seen) if seen else None
+        kind = rng.choice([k for k in KINDS if k not in STATION or (obj in STATION[k][2] and STATION[k][1] in places)])
+        if kind == "light":
+            return Wish(kind, obj, rng.choice(lamps)) if obj else None
+        if kind == "two" and rng.random() < 0.5:               # where one may be placed already
+            places = sorted({cls(r) for r, names in page.inside.items() if any(cls(o) == obj for o in names)})
+        fitting = [r for r in places if obj in CAN_HOLD.get(r, ())]
+        return Wish(kind, obj, rng.choice(fitting)) if fitting else None
 
     def counterfactual(self, task: str, state: str, action: str, next_state: str, rng: random.Random) -> str | None:
         """Another task for the same step, where there are such: half of the time one that it fulfils, else one of the
@@ -934,11 +933,12 @@ def _one_of(page: Page, r: str, word: str) -> str | None:
 
 def _found(wish: Wish, page: Page, o: str, r: str) -> list[str]:
     """The look-up of an object in a receptacle; for a pair, also that of where it shall be, against where it is."""
-    words = [wish.obj, *_as_seen(page, o, r)]
     if page.visible(r):
         alike = [x for x in page.inside[r] if cls(x) == wish.obj and page.conditions.get(x) == page.conditions.get(o)]
         item = _items(alike, page.conditions, "@")
         words = item[:item.index("@") + 2]
+    else:
+        words = [wish.obj, *_as_seen(page, o, r)]
     words += _at(page, r) if r in page.here else []
     return words + (["in", wish.recep, "to", cls(r)] if wish.kind == "two" else [])
 
