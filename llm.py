@@ -138,7 +138,7 @@ class LM:
         (folder / "origin.json").write_text(json.dumps(self.origin, indent=1) + "\n")
 
     def sampler(self) -> nn.Module:
-        """The model that samples: the trained one itself, or for fp32 masters a low-precision copy, kept fresh.
+        """The model that reads prompts: the trained one itself, or for fp32 masters a low-precision copy, kept fresh.
 
         Parameters count their in-place changes (``_version``); the copy is renewed when that count has moved.
         """
@@ -150,6 +150,14 @@ class LM:
             low.set_attn_implementation("sdpa")
             self._low = (stamp, low)
         return self._low[1]
+
+    def writer(self) -> nn.Module:
+        """The model that writes token by token: on a CPU never the copy, a few rows are faster in fp32 there."""
+        return self.causal_lm() if self.device.type == "cpu" else self.sampler()
+
+    def cache_dtype(self) -> torch.dtype:
+        """Of keys and values in a sampling cache: that of the writer's activations."""
+        return self.compute if self.sampler() is self.writer() else next(self.writer().parameters()).dtype
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -301,6 +309,7 @@ def cache_bytes(config, dtype: torch.dtype) -> int:
 
 
 ROWS = 8                       # rows of a sampling batch come in multiples of this, see ``round_up``
+PROMPT_ROWS = 16               # prompts of one pass
 
 
 class RowCache:
@@ -312,8 +321,8 @@ class RowCache:
 
     def __init__(self, config, rows: int, length: int, dtype: torch.dtype, device: torch.device):
         shape = (config.num_hidden_layers, rows, config.num_key_value_heads, length, head_size(config))
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
         self.seen = 0                                          # tokens written, the same for all rows
         self.layers = range(config.num_hidden_layers)          # transformers counts these
         self.is_sliding = [False] * config.num_hidden_layers
@@ -322,9 +331,10 @@ class RowCache:
         end = self.seen + key.shape[-2]
         self.keys[layer, :, :, self.seen:end] = key
         self.values[layer, :, :, self.seen:end] = value
+        start = self.seen
         if layer == len(self.layers) - 1:
             self.seen = end
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        return (self.keys[layer, :, :, :end], self.values[layer, :, :, :end]) if start else (key, value)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
@@ -333,6 +343,14 @@ class RowCache:
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.seen + query_length, 0                     # key length, offset
+
+    def part(self, rows: slice, start: int) -> RowCache:
+        """A view of some rows from column ``start`` on: what is written there is written here.  Before it come zeros: they
+        are masked, but 0 times whatever the memory held need not be 0."""
+        self.keys[:, rows, :, :start] = self.values[:, rows, :, :start] = 0
+        view = copy.copy(self)
+        view.keys, view.values, view.seen = self.keys[:, rows, :, start:], self.values[:, rows, :, start:], 0
+        return view
 
     def keep(self, rows: Tensor) -> None:
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
@@ -376,7 +394,7 @@ def batches_of(lm: LM, unique: dict[tuple[int, ...], list[int]], max_new: int, t
     rows = 0
     for p in sorted(unique, key=len):                          # shortest first, so ``p`` sets the cache's length
         more = 1 if temperature == 0 else len(unique[p])
-        fit = min(max_rows, CACHE_BYTES // (cache_bytes(lm.model.config, lm.compute) * (len(p) + max_new)))
+        fit = min(max_rows, CACHE_BYTES // (cache_bytes(lm.model.config, lm.cache_dtype()) * (len(p) + max_new)))
         if chunk and rows + more > fit:
             yield chunk
             chunk, rows = [], 0
@@ -386,22 +404,28 @@ def batches_of(lm: LM, unique: dict[tuple[int, ...], list[int]], max_new: int, t
         yield chunk
 
 
+def _next_logits(model: nn.Module, ids: Tensor, mask: Tensor, position: Tensor, cache: RowCache) -> Tensor:
+    """(B, V) after the last column of ids (B, T); ``position`` (B, T) counts from each row's own first token."""
+    hidden = model.model(input_ids=ids, attention_mask=mask, position_ids=position, cache=cache, use_cache=True)
+    return model.get_output_embeddings()(hidden.last_hidden_state[:, -1])
+
+
 def _generate(lm: LM, prompts, repeats: list[int], max_new: int, temperature: float, generator) -> list[Sample]:
     """One batch: a prompt pass over distinct prompts, each row repeated for its samples, then token by token."""
-    model, device, stop = lm.sampler(), lm.device, lm.stop_ids
+    reader, writer, device, stop = lm.sampler(), lm.writer(), lm.device, lm.stop_ids
     multiple = ROWS if device.type == "cpu" else 1             # few shapes: spare rows
     filled = list(prompts) + [prompts[0]] * (round_up(len(prompts), multiple) - len(prompts))
     T = round_up(max(map(len, prompts)))
-    ids = torch.full((len(filled), T), lm.pad_id)
-    mask = torch.zeros(len(filled), T, dtype=torch.long)
-    for i, p in enumerate(filled):                             # left padding: the last column is each row's newest
-        ids[i, T - len(p):] = torch.tensor(p)
-        mask[i, T - len(p):] = 1
-    ids, mask = ids.to(device), mask.to(device)
-    cache = RowCache(model.config, len(filled), T + max_new, lm.compute, device)
-    position = (mask.cumsum(-1) - 1).clamp(min=0)              # (B, T): padding does not shift positions
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=position, cache=cache, use_cache=True,
-                   logits_to_keep=1).logits[:, -1]
+    mask = torch.zeros(len(filled), T, dtype=torch.long, device=device)
+    cache = RowCache(lm.model.config, len(filled), T + max_new, lm.cache_dtype(), device)
+    parts = []
+    for start in range(0, len(filled), PROMPT_ROWS):           # rows of like length, so little is padding
+        rows = slice(start, start + PROMPT_ROWS)
+        ids, own = (x.flip(-1) for x in pad_rows([p[::-1] for p in filled[rows]], lm.pad_id, device))   # left padding
+        mask[rows, T - ids.shape[1]:] = own                    # the last column is each row's newest
+        position = (own.cumsum(-1) - 1).clamp(min=0)           # padding does not shift positions
+        parts.append(_next_logits(reader, ids, own, position, cache.part(rows, T - ids.shape[1])))
+    logits, position, cache.seen = torch.cat(parts), mask.sum(-1, keepdim=True) - 1, T
 
     source = [i for i, n in enumerate(repeats) for _ in range(n)]                             # sample -> prompt
     samples: list[list[int]] = [[] for _ in source]
@@ -411,7 +435,7 @@ def _generate(lm: LM, prompts, repeats: list[int], max_new: int, temperature: fl
     rows = torch.tensor(source + [0] * (len(live) - len(source)), device=device)
     if rows.tolist() != list(range(len(filled))):
         cache.keep(rows)
-    logits, mask, position = logits[rows], mask[rows], position[rows, -1:]
+    logits, mask, position = logits[rows], mask[rows], position[rows]
     full = torch.ones(len(rows), T + max_new, dtype=torch.long, device=device)
     full[:, :T] = mask
     for step in range(max_new):
@@ -439,8 +463,7 @@ def _generate(lm: LM, prompts, repeats: list[int], max_new: int, temperature: fl
             live = [live[row] for row in keep] + [None] * spare
             token, full, position = token[index], full[index], position[index]
         position = position + 1
-        logits = model(input_ids=token[:, None], attention_mask=full[:, :T + step + 1], position_ids=position,
-                       cache=cache, use_cache=True).logits[:, -1]
+        logits = _next_logits(writer, token[:, None], full[:, :T + step + 1], position, cache)
     return [Sample(s, s[-1] not in stop, p) for s, p in zip(samples, logprobs)]
 
 

@@ -187,8 +187,8 @@ def test_identical_prompts_are_computed_once(monkeypatch):
     lm = tiny()
     monkeypatch.setattr(llm, "ROWS", 1)
     sizes = []
-    forward = lm.model.forward
-    monkeypatch.setattr(lm.model, "forward", lambda **kw: sizes.append(kw["input_ids"].shape) or forward(**kw))
+    forward = lm.model.model.forward
+    monkeypatch.setattr(lm.model.model, "forward", lambda **kw: sizes.append(kw["input_ids"].shape) or forward(**kw))
     same = llm.generate(lm, [[2, 3, 4]] * 6 + [[5]], 3, 0.0)
     assert sizes[0] == (2, 16) and all(shape[0] <= 2 for shape in sizes)
     assert all(s.ids == same[0].ids for s in same[:6])
@@ -196,6 +196,28 @@ def test_identical_prompts_are_computed_once(monkeypatch):
     several = llm.generate(lm, [[2, 3, 4]] * 6, 3, 1.0, torch.Generator().manual_seed(0))
     assert sizes[0] == (1, 16) and sizes[1][0] > 1               # one prompt pass, six continuations
     assert len({tuple(s.ids) for s in several}) > 1
+
+
+def test_prompts_of_like_length_share_a_pass_and_old_memory_is_never_read(monkeypatch):
+    """A long prompt does not make the short ones long, and what lay in the cache's memory before changes nothing."""
+    lm, sizes, empty, forward = tiny(scale=8.0), [], torch.empty, llm._next_logits
+    monkeypatch.setattr(llm, "PROMPT_ROWS", 8)
+    monkeypatch.setattr(llm, "_next_logits", lambda model, ids, *rest: sizes.append(ids.shape) or forward(model, ids, *rest))
+    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(math.nan) if "dtype" in kw else empty(*a, **kw))
+    batch = [prompt * repeat for repeat in (1, 2, 40) for prompt in prompts(8, seed=repeat)]
+    samples = llm.generate(lm, batch, 6, 0.0)
+    assert [s.ids for s in samples] == [greedy_by_transformers(lm, prompt, 6) for prompt in batch]
+    passes = [shape for shape in sizes if shape[1] > 1]
+    assert len(passes) == 3 and passes[0][1] < passes[2][1] / 4
+
+
+def test_on_a_cpu_the_copy_reads_and_the_master_writes():
+    lm = tiny(compute=torch.bfloat16, scale=8.0)
+    assert next(lm.sampler().parameters()).dtype == torch.bfloat16 and lm.writer() is lm.model
+    assert lm.cache_dtype() == torch.float32 and tiny(compute=torch.float32).cache_dtype() == torch.float32
+    exact = llm.generate(tiny(compute=torch.float32, scale=8.0), prompts(12), 6, 0.0)
+    rounded = llm.generate(lm, prompts(12), 6, 0.0)
+    assert sum(a.ids == b.ids for a, b in zip(exact, rounded)) >= 10           # only the prompts are rounded
 
 
 def test_batches_respect_rows_and_cache_size(monkeypatch):
@@ -241,7 +263,7 @@ def test_mode_is_restored_even_after_an_error(monkeypatch):
         llm.generate(lm, [[2, 3]], 2, 0.0)
         assert lm.model.training is training_mode
     lm.model.train()
-    monkeypatch.setattr(lm.model, "forward", lambda **kw: 1 / 0)
+    monkeypatch.setattr(lm.model.model, "forward", lambda **kw: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.generate(lm, [[2, 3]], 2, 0.0)
     assert lm.model.training
