@@ -5,13 +5,14 @@ behind the protocol that the real environments speak.
 """
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import re
 import zlib
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, replace
-from typing import Sequence
+from typing import Hashable, Sequence
 
 import torch
 
@@ -24,6 +25,7 @@ from rollouts import INVALID_ACTION
 
 
 GUESSED = 0.3                # a page that nothing foretells teaches little: how much less often it is drawn in training
+VERSIONS = 4                 # of each judged step to draw from: its own task, or one for which it would have counted otherwise
 
 
 @dataclass
@@ -94,6 +96,9 @@ class Codec:
         else:
             self.grammar.parse(nxt)
         return Prediction(a.reasoning, a.next, nxt, a.done, a.success)
+
+
+Example = tuple[Query, Transition, list[Transition]]           # asked, real answer, demonstrations
 
 
 def queries_of(transitions: Sequence[Transition]) -> list[Query]:
@@ -303,13 +308,20 @@ def action_kind(grammar: Grammar, state: str, action: str) -> str:
     return f"{grammar.kind(state)}: " + " ".join(w for w, _ in itertools.groupby(words))
 
 
+def rarely(kinds: Sequence[Hashable]) -> list[float]:
+    """A weight per row: what is of a kind that is 100 times rarer is drawn 10 times rarer."""
+    count = Counter(kinds)
+    return [count[kind] ** -0.5 for kind in kinds]
+
+
 class TrainingRows:
     """Rows for Eq. 5 out of real transitions; ``draw(rng)`` makes one, augmented.
 
-    Demonstrations are retrieved as at run time, never from the same episode or task.  Two augmentations need no
-    environment: *counterfactual purchases* (a deciding step with a changed task, judged by the rule on the text)
-    and *renaming* (content words replaced by a random bijection of themselves, in a share ``invent`` of these
-    rows by invented words, so that they must be copied from the context instead of being remembered).
+    Demonstrations are retrieved as at run time, never from the same episode or task.  Rare kinds of steps and of verdicts
+    are drawn by the root of their frequency.  Two augmentations need no environment: *counterfactual purchases* (a
+    deciding step with a changed task, judged by the rule on the text) and *renaming* (content words replaced by a random
+    bijection of themselves, in a share ``invent`` of these rows by invented words, so that they must be copied from the
+    context instead of being remembered).
     """
 
     def __init__(self, codec: Codec, transitions: Sequence[Transition], lm: llm.LM, judged_share: float = 0.4,
@@ -322,13 +334,9 @@ class TrainingRows:
         for start in range(0, len(queries), 256):
             demos += codec.retrieve(queries[start:start + 256])
         examples = list(zip(queries, transitions, demos))
-        decides = codec.grammar.decides
-        self.judged = [e for e in examples if e[1].done or decides(e[1].state, e[1].action)]
-        self.plain = [e for e in examples if not (e[1].done or decides(e[1].state, e[1].action))]
-        kinds = [(action_kind(codec.grammar, t.state, t.action), t.next_state == t.state) for _, t, _ in self.plain]
-        count = Counter(kinds)                                 # a kind that is 100 times rarer is drawn 10 times rarer
-        self.until = list(itertools.accumulate(count[kind] ** -0.5 * (GUESSED if codec.guessed(*e) else 1.0)
-                                               for kind, e in zip(kinds, self.plain)))
+        judges = [t.done or codec.grammar.decides(t.state, t.action) for t in transitions]
+        self.judged = [e for e, judge in zip(examples, judges) if judge]
+        self.plain = [e for e, judge in zip(examples, judges) if not judge]
         self.judged_share = judged_share if self.judged else 0.0
         self.words = dict.fromkeys(content_words(codec.grammar, transitions))       # in a fixed order
 
@@ -337,13 +345,35 @@ class TrainingRows:
         return [formats.join(self.codec.prompt(q, d), self.codec.target(q, t, d))
                 for q, t, d in self.judged + self.plain]
 
+    @functools.cached_property
+    def judged_pool(self) -> tuple[list[Example], list[float]]:
+        """``VERSIONS`` of each judged step, and where their shares end; the kind of one is what its reasoning finds.
+
+        There are as many kinds of failures as ways to fail; successes and failures keep their shares all the same.
+        """
+        rng = random.Random(0)
+        rows = sorted((self._version(e, rng) for e in self.judged for _ in range(VERSIONS)), key=lambda e: e[1].success)
+        weights: list[float] = []
+        for _, group in itertools.groupby(rows, key=lambda e: e[1].success):
+            own = rarely([tuple(filter(None, map(self._found, t.reasoning.split(" ")))) for _, t, _ in group])
+            weights += [w * len(own) / sum(own) for w in own]
+        return rows, list(itertools.accumulate(weights))
+
+    def _found(self, word: str) -> str:
+        """The verdict or separator that a word of a reasoning is or begins with, or nothing."""
+        heavy = self.codec.grammar.verdict_words
+        return word if word in heavy else word[:1] if word[:1] in heavy else ""
+
+    @functools.cached_property
+    def plain_pool(self) -> tuple[list[Example], list[float]]:
+        """The other steps, and where their shares end."""
+        kinds = [(action_kind(self.codec.grammar, t.state, t.action), t.next_state == t.state) for _, t, _ in self.plain]
+        weights = [w * (GUESSED if self.codec.guessed(*e) else 1.0) for w, e in zip(rarely(kinds), self.plain)]
+        return self.plain, list(itertools.accumulate(weights))
+
     def draw(self, rng: random.Random) -> llm.Row:
-        if rng.random() < self.judged_share:
-            q, t, demos = rng.choice(self.judged)
-        else:
-            (q, t, demos), = rng.choices(self.plain, cum_weights=self.until)
-        if self.codec.grammar.decides(t.state, t.action) and rng.random() < self.counterfactual:
-            q, t = self._changed(q, t, rng)
+        rows, until = self.judged_pool if rng.random() < self.judged_share else self.plain_pool
+        (q, t, demos), = rng.choices(rows, cum_weights=until)
         prompt, demos, _ = fitting(self.lm, self.codec, q, demos, self.max_prompt_tokens)
         target = self.codec.target(q, t, demos)
         if rng.random() < self.rename:
@@ -363,25 +393,28 @@ class TrainingRows:
 
     def row(self, prompt: str, target: str) -> llm.Row:
         """Encode; words that decide (verdicts, separators read in a look-up, closing markers) weigh more."""
-        heavy = self.codec.grammar.verdict_words
         ids: list[int] = []
         weights: list[float] = []
         for word in target.split(" ") if self.lm.spaced else [target]:
             piece = self.lm.encode(word)
             ids += piece
-            weighs = word in heavy or word[:1] in heavy or word in formats.FLAGS
+            weighs = self._found(word) or word in formats.FLAGS
             weights += [self.emphasis if weighs else 1.0] * len(piece)
         return llm.Row(self.lm.prompt(formats.MEXP_SYSTEM, prompt), ids + [self.lm.eos_id], weights + [1.0])
 
-    def _changed(self, q: Query, t: Transition, rng: random.Random) -> tuple[Query, Transition]:
+    def _version(self, example: Example, rng: random.Random) -> Example:
+        """A judged step, in a share ``counterfactual`` of the cases with another task."""
+        q, t, demos = example
         grammar = self.codec.grammar
+        if not grammar.decides(t.state, t.action) or rng.random() >= self.counterfactual:
+            return example
         task = grammar.counterfactual(q.task, t.state, t.action, t.next_state, rng)
         if task is None:
-            return q, t
+            return example
         done, success = grammar.outcome(task, t.state, t.action, t.next_state)
         reasoning = grammar.explain(task, t.state, t.action, t.next_state)
         return replace(q, task=task), replace(t, task=task, done=done, success=success, reward=float(success),
-                                              reasoning=reasoning)
+                                              reasoning=reasoning), demos
 
 
 class Renamed:

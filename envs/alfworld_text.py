@@ -754,7 +754,7 @@ class ALFWorldGrammar:
         held = bool(page.held) and cls(page.held) == wish.obj
         if verb == "move" and wish.kind == "two":
             yield [wish.obj, *_place_of(page, wish.obj)], any(cls(o) == wish.obj for o in page.inside.get(rest[1], ()))
-            yield ["[hold]", cls(rest[0])], held
+            yield [wish.obj, "[hold]", cls(rest[0])], held
         elif verb in (("use", "go") if wish.kind == "light" else ("move",)):
             yield [wish.obj, *_place_of(page, wish.obj, held_first=True)], held
         if verb == "move" and wish.kind in STATION:
@@ -762,10 +762,10 @@ class ALFWorldGrammar:
             after = had[had.index(condition) + 1:had.index("*") + 2] if condition in had else [wish.obj]
             yield [condition, *after], condition in had
         if verb == "move" and wish.kind != "light":
-            yield [wish.recep, "to", cls(rest[1])], cls(rest[1]) == wish.recep
+            yield ["in", wish.recep, "to", cls(rest[1])], cls(rest[1]) == wish.recep
         if wish.kind == "light" and verb in ("use", "take"):
-            wanted = wish.recep if verb == "use" else wish.obj
-            yield [wanted, verb, cls(rest[0])], cls(rest[0]) == wanted
+            asked = ["under", wish.recep] if verb == "use" else [wish.obj]
+            yield [*asked, verb, cls(rest[0])], cls(rest[0]) == asked[-1]
         if wish.kind == "light" and verb in ("take", "go"):
             there = page.here if verb == "take" else parse(next_state).here
             lamps = [(o, r) for o, r in _lamps(page, wish.recep) if r in there and "on" in page.conditions.get(o, ())]

@@ -164,10 +164,10 @@ def test_judge_trace_and_counterfactuals():
     assert GRAMMAR.judge(task, after) == [("mug", "hot", True), ("coffeemachine", "@1", True)]
     assert GRAMMAR.judge(task, before) == [("mug", "hot", False), ("coffeemachine", "@1", True)]
     assert GRAMMAR.outcome(task, before, action, after) == (True, True) and GRAMMAR.decides(before, action)
-    assert GRAMMAR.explain(task, before, action, after) == "move mug hot *1 ok hot *1 ok coffeemachine to coffeemachine ok"
+    assert GRAMMAR.explain(task, before, action, after) == "move mug hot *1 ok hot *1 ok in coffeemachine to coffeemachine ok"
     for other in ("put cool mug , in coffeemachine ,", "put two mug , in coffeemachine ,", "put hot mug , in desk ,"):
         assert GRAMMAR.outcome(other, before, action, after) == (False, False)
-    for other, chain in (("put hot mug , in desk ,", "mug hot *1 ok hot *1 ok desk to coffeemachine no"),
+    for other, chain in (("put hot mug , in desk ,", "mug hot *1 ok hot *1 ok in desk to coffeemachine no"),
                          ("put cool mug , in coffeemachine ,", "mug hot *1 ok cool mug no"),
                          ("put two mug , in coffeemachine ,", "mug hot *1 no"),
                          ("put pen , in coffeemachine ,", "pen , no"), ("look at mug , under desklamp ,", "")):
@@ -197,6 +197,11 @@ def test_judge_trace_and_counterfactuals():
     for seen, chain in (("desklamp on |desk 1 1", "desklamp on |desk 1 ok"), ("desklamp |desk 1 1", "desklamp |desk no")):
         away = f"[at] bed @1 : [hold] book *1 , [seen] {seen} , [visited] desk !1 , [new] shelf ?1 ,"
         assert GRAMMAR.explain("look at book , under desklamp ,", away, go, there) == f"go unknown book *1 ok {chain}"
+    cds = "[at] shelf @1 : cd @1 , [hold] {} *2 ,"                # one lies there: is what comes to it another?
+    for held, chain in (("cd", "cd [hold] cd ok in shelf to shelf ok"), ("pen", "cd [hold] pen no")):
+        action = f"move {held} 2 to shelf 1"
+        assert GRAMMAR.explain("put two cd , in shelf ,", cds.format(held), action, two) == f"move cd @1 ok {chain}"
+    assert GRAMMAR.explain("look at pen , under desklamp ,", lamp, "use desklamp 1", lamp) == "use pen , no"
     assert GRAMMAR.explain(task, before, "fly", before) == "nothing"
     for action, chain in (("take pen 1 from desk 1", "take pen take pen ok desklamp on @1 ok"),
                           ("take mug 1 from desk 1", "take pen take mug no")):

@@ -332,9 +332,13 @@ def test_shares_of_rows():
     assert not any("[done]" in target for _, target in texts)
 
 
+def weights_of(pool):
+    return [b - a for a, b in zip([0.0, *pool[1]], pool[1])]
+
+
 def test_rare_kinds_of_steps_are_drawn_by_the_root_of_their_frequency_and_guessed_pages_less():
     rows = TrainingRows(codec(), DATA, FakeLM(), judged_share=0.0, counterfactual=0.0, rename=0.0)
-    weight = dict(zip(map(id, rows.plain), [b - a for a, b in zip([0.0, *rows.until], rows.until)]))
+    weight = dict(zip(map(id, rows.plain), weights_of(rows.plain_pool)))
     kinds: dict[tuple, list] = {}
     for example in rows.plain:
         q, t, demos = example
@@ -348,8 +352,22 @@ def test_rare_kinds_of_steps_are_drawn_by_the_root_of_their_frequency_and_guesse
     assert not any(codec(edits=False).guessed(*example) for example in rows.plain)
 
 
+def test_rare_ways_to_succeed_or_fail_are_drawn_by_the_root_of_their_frequency():
+    """Successes among themselves and failures among themselves: their shares stay what they are."""
+    rows = TrainingRows(codec(), DATA, FakeLM())
+    pool, weights = rows.judged_pool[0], weights_of(rows.judged_pool)
+    assert sum(weights) == pytest.approx(len(pool)) and len(pool) == mexp.VERSIONS * len(rows.judged)
+    for success in (True, False):
+        own = [(" ".join(w for w in t.reasoning.split(" ") if w in GRAMMAR.verdict_words), weight)
+               for (_, t, _), weight in zip(pool, weights) if t.success == success]
+        assert sum(weight for _, weight in own) == pytest.approx(len(own))
+        number = Counter(kind for kind, _ in own)
+        assert len(number) > 2 and len({round(weight * number[kind] ** 0.5, 9) for kind, weight in own}) == 1
+
+
 def test_plain_rows_are_the_data_itself():
     rows, texts = drawn(counterfactual=0.0, rename=0.0)
+    assert rows.judged and all(version in rows.judged for version in rows.judged_pool[0])
     assert {f"{prompt} {target}" for prompt, target in texts} <= set(rows.texts())
     assert len(rows.texts()) == len(DATA)
 
