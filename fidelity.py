@@ -445,21 +445,20 @@ def main() -> int:
                    help="along this policy: a checkpoint file, or a folder that transformers or peft wrote")
     p.add_argument("--split", choices=("validation", "test"), default="test", help="held-out tasks (default: test)")
     p.add_argument("--tasks", type=int, default=100, help="tasks that the policy plays (default: 100)")
-    p.add_argument("--episodes", type=int, default=80, help="episodes of each scripted policy (default: 80)")
     p.add_argument("--temperature", type=float, help="of the policy (default: eval.temperature of the run)")
     args = p.parse_args()
     cfg = commands.run_config(args.folder)
     name, what, origin = commands.chosen_policy(args.folder, args.after, args.checkpoint, "--after")
     temperature = commands.policy_temperature(cfg, args.temperature)
-    if args.tasks < 1 or args.episodes < 1:
-        raise UserError("--tasks and --episodes must be at least 1")
+    if args.tasks < 1:
+        raise UserError("--tasks must be at least 1")
     world = open_world(cfg.env)
     policy, lm = dreamgym.policy_and_world(cfg, args.folder, origin.get("stage", "policy"))
     if args.checkpoint:
         commands.load_checkpoint(policy, args.checkpoint, args.folder)
     dream = commands.dream_world(cfg, args.folder, world, lm)
     fmt = formats.PolicyFormat(policy, cfg.policy.history)
-    episodes = dict.fromkeys(dict(cfg.collect), args.episodes)
+    episodes = dreamgym.gate_episodes(cfg)
     transitions = held_out_transitions(world, dream.grammar, args.split, episodes, cfg.run.seed, cfg.env.max_steps)
     generator = torch.Generator(policy.device).manual_seed(derive_seed(cfg.run.seed, "fidelity", name))
     found = measure(policy, fmt, dream, world, world.tasks[args.split][:args.tasks], transitions,

@@ -412,7 +412,7 @@ def folder(tmp_path_factory):
 
 def test_command_line_writes_and_prints_one_table(folder, main):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    shown = main(folder, "--after", "dream", "--tasks", 3, "--episodes", 2, "--temperature", 0.5)
+    shown = main(folder, "--after", "dream", "--tasks", 3, "--temperature", 0.5)
     path = folder / "fidelity-dream-test.json"
     found = json.loads(path.read_text())
     assert {name: found[name] for name in ("stage", "step", "split", "temperature", "reward_source")} == {
@@ -421,7 +421,7 @@ def test_command_line_writes_and_prints_one_table(folder, main):
     assert measured <= found.keys() and "exact_known" not in found
     assert fidelity.table(found) in shown and str(path) in shown
     assert found["unparsed"]["value"] == 1 and found["exact"]["value"] == found["real_success"]["value"] == 0
-    scripted = 2 * len(dict(config.load_run(folder).collect))
+    scripted = sum(dreamgym.gate_episodes(config.load_run(folder)).values())
     assert found["real_episodes"] == 2 * 3 + scripted and len(found["real"]) == 3
     steps = found["exact"]["n"] + found["rollout_transitions"] + found["replay_transitions"]
     assert found["real_transitions"] == steps and f"table: {steps:,} (evaluation)" in shown
@@ -436,7 +436,7 @@ def test_command_line_takes_any_stage_or_checkpoint(folder, main, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(folder, run)
     shutil.copytree(run / "checkpoints/dream", run / "checkpoints/real")
-    few = ["--tasks", 2, "--episodes", 1, "--temperature", 0, "--split", "validation"]
+    few = ["--tasks", 2, "--temperature", 0, "--split", "validation"]
     assert "policy of stage real, step 3," in main(run, *few)                  # the newest
     wanted = json.loads((run / "fidelity-real-validation.json").read_text())
     assert (wanted.pop("stage"), wanted.pop("step")) == ("real", 3)
@@ -455,7 +455,7 @@ def test_command_line_takes_any_stage_or_checkpoint(folder, main, tmp_path):
     (["--after", "s2r"], "no checkpoint of stage s2r; it has dream, policy"), (["--after", "mexp"], "invalid choice"),
     (["--after", "dream", "--checkpoint", "x"], "--after and --checkpoint name two policies"),
     (["--checkpoint", "nope.safetensors"], "nope.safetensors: "), (["--temperature", "-1"], "between 0 and 5"),
-    (["--tasks", "0"], "at least 1"), (["--episodes", "-1"], "at least 1"), (["--split", "train"], "invalid choice")])
+    (["--tasks", "0"], "at least 1"), (["--split", "train"], "invalid choice")])
 def test_command_line_says_what_is_wrong(folder, main, words, named):
     with pytest.raises(config.UserError, match=named):
         main(folder, *words)
