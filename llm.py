@@ -352,11 +352,20 @@ class RowCache:
         view.keys, view.values, view.seen = self.keys[:, rows, :, start:], self.values[:, rows, :, start:], 0
         return view
 
-    def keep(self, rows: Tensor) -> None:
+    def repeat(self, rows: Tensor) -> None:
+        """Row i becomes a copy of row ``rows[i]``."""
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """Row i becomes row ``rows[i]``, which is i itself or one that leaves; what is to move moves in place."""
+        for i, row in enumerate(rows):
+            if i != row:
+                for old in (self.keys, self.values):
+                    old[:, i, :, :self.seen] = old[:, row, :, :self.seen]
+        self.keys, self.values = self.keys[:, :len(rows)], self.values[:, :len(rows)]
 
-@torch.no_grad()
+
+@torch.inference_mode()                                        # less work around small operations than no_grad
 def generate(lm: LM, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float,
              generator: torch.Generator | None = None, max_rows: int = 128) -> list[Sample]:
     """Sample one continuation per prompt up to and including a stop token; ``temperature`` 0 is greedy.
@@ -391,10 +400,10 @@ def batches_of(lm: LM, unique: dict[tuple[int, ...], list[int]], max_new: int, t
                max_rows: int) -> Iterable[list[tuple[int, ...]]]:
     """Distinct prompts in batches, similar lengths together: little padding.  All rows of a prompt stay together."""
     chunk: list[tuple[int, ...]] = []
-    rows = 0
+    rows, column = 0, cache_bytes(lm.model.config, lm.cache_dtype())
     for p in sorted(unique, key=len):                          # shortest first, so ``p`` sets the cache's length
         more = 1 if temperature == 0 else len(unique[p])
-        fit = min(max_rows, CACHE_BYTES // (cache_bytes(lm.model.config, lm.cache_dtype()) * (len(p) + max_new)))
+        fit = min(max_rows, CACHE_BYTES // (column * (len(p) + max_new)))
         if chunk and rows + more > fit:
             yield chunk
             chunk, rows = [], 0
@@ -434,7 +443,7 @@ def _generate(lm: LM, prompts, repeats: list[int], max_new: int, temperature: fl
     live += [None] * (round_up(len(live), multiple) - len(live))
     rows = torch.tensor(source + [0] * (len(live) - len(source)), device=device)
     if rows.tolist() != list(range(len(filled))):
-        cache.keep(rows)
+        cache.repeat(rows)
     logits, mask, position = logits[rows], mask[rows], position[rows]
     full = torch.ones(len(rows), T + max_new, dtype=torch.long, device=device)
     full[:, :T] = mask
@@ -453,15 +462,17 @@ def _generate(lm: LM, prompts, repeats: list[int], max_new: int, temperature: fl
                 samples[sample].append(t)
                 if t in stop:
                     live[row] = None
-        keep = [row for row, sample in enumerate(live) if sample is not None]
-        if not keep or step == max_new - 1:
+        going = sum(sample is not None for sample in live)
+        if not going or step == max_new - 1:
             break
-        if round_up(len(keep), multiple) < len(live):              # finished rows leave, in steps of ROWS
-            spare = round_up(len(keep), multiple) - len(keep)
-            index = torch.tensor(keep + keep[:1] * spare, device=device)
-            cache.keep(index)
-            live = [live[row] for row in keep] + [None] * spare
-            token, full, position = token[index], full[index], position[index]
+        if round_up(going, multiple) < len(live):                  # finished rows leave, in steps of ROWS
+            stay = list(range(round_up(going, multiple)))
+            last = [row for row in range(len(stay), len(live)) if live[row] is not None]
+            for gap in [row for row in stay if live[row] is None][:len(last)]:
+                stay[gap] = last.pop()
+            cache.keep(stay)
+            live = [live[row] for row in stay]
+            token, full, position = token[stay], full[stay], position[stay]
         position = position + 1
         logits = _next_logits(writer, token[:, None], full[:, :T + step + 1], position, cache)
     return [Sample(s, s[-1] not in stop, p) for s, p in zip(samples, logprobs)]

@@ -139,7 +139,7 @@ def test_greedy_equals_transformers_with_mixed_lengths_in_a_batch():
 def test_sampled_probabilities_are_those_of_the_training_forward(compute, tolerance, monkeypatch):
     """Stated tolerance of one log-prob: 2e-5 in fp32; 0.1 in bf16, where the sampler's weights are rounded, too."""
     lm = tiny(compute=compute, scale=3.0)
-    monkeypatch.setattr(llm, "ROWS", 1)                        # no spare rows: row and sample are easy to match below
+    monkeypatch.setattr(llm, "ROWS", 1)                        # no spare rows
     seen = []
     draw = torch.multinomial
 
@@ -151,16 +151,23 @@ def test_sampled_probabilities_are_those_of_the_training_forward(compute, tolera
     monkeypatch.setattr(torch, "multinomial", watched)
     batch = prompts(8, seed=1)
     samples = llm.generate(lm, batch, 8, 0.7, torch.Generator().manual_seed(0))
-    live = sorted(range(len(batch)), key=lambda i: len(batch[i]))              # rows are sorted by prompt length
-    sampled = {i: [] for i in live}
-    for probs, token in seen:
-        for row, i in enumerate(live):
-            sampled[i].append(probs[row, token[row]].log().item())
-        live = [i for row, i in enumerate(live) if token[row] != lm.eos_id]
-    for i, sample in enumerate(samples):
-        expected = logprobs(lm, batch[i], sample.ids, 0.7)
+    for step, (probs, token) in enumerate(seen):               # what is reported is what was drawn from
+        drawn = probs.gather(-1, token[:, None])[:, 0].log().tolist()
+        assert sorted(drawn) == sorted(s.logprobs[step] for s in samples if step < len(s.ids))
+    for prompt, sample in zip(batch, samples):
+        expected = logprobs(lm, prompt, sample.ids, 0.7)
         assert expected.dtype == torch.float32
-        assert torch.tensor(sampled[i]).sub(expected).abs().max() < tolerance
+        assert torch.tensor(sample.logprobs).sub(expected).abs().max() < tolerance
+    assert len({len(s.ids) for s in samples}) > 1              # some end early, so rows move
+
+
+def test_rows_that_leave_a_cache_make_room_in_place():
+    cache = llm.RowCache(tiny().model.config, 5, 6, torch.float32, torch.device("cpu"))
+    cache.keys[:], cache.values[:], cache.seen = torch.arange(5.0)[:, None, None, None], 0, 4
+    memory = cache.keys.data_ptr()
+    cache.keep([0, 4, 2])                                      # rows 1 and 3 ended
+    assert cache.keys[-1, :, 0, :4, 0].tolist() == [[0.0] * 4, [4.0] * 4, [2.0] * 4]
+    assert cache.keys.shape[1] == cache.values.shape[1] == 3 and cache.keys.data_ptr() == memory
 
 
 def test_spare_rows_change_no_sample(monkeypatch):
