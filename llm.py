@@ -439,6 +439,8 @@ def _generate(lm: LM, prompts, repeats: list[int], max_new: int, temperature: fl
     source = [i for i, n in enumerate(repeats) for _ in range(n)]                             # sample -> prompt
     samples: list[list[int]] = [[] for _ in source]
     logprobs: list[list[float]] = [[] for _ in source]
+    if cache.keys.dtype == torch.float32:                      # whose products take any number of rows equally well
+        multiple = 1
     live: list[int | None] = list(range(len(source)))          # sample of each row; None for a spare row
     live += [None] * (round_up(len(live), multiple) - len(live))
     rows = torch.tensor(source + [0] * (len(live) - len(source)), device=device)
