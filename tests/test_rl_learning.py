@@ -17,8 +17,10 @@ ITERATIONS = 100            # at most; about 40 are needed
 def test_policy_learns(algorithm, world, starts, seed):
     torch.set_num_threads(1)
     # PPO bootstraps where the corridor is cut: without discounting, waiting would cost nothing.
-    cfg = config(algorithm=algorithm, lr=2e-3, minibatches=2, epochs=2, entropy_coef=0.02,
-                 gamma=0.9 if algorithm == "ppo" else 1.0)
+    # With an entropy bonus of 0.02 it settled for some of the doors in one or two of eight seeds, with 0.04 in none.
+    ppo = algorithm == "ppo"
+    cfg = config(algorithm=algorithm, lr=2e-3, minibatches=2, epochs=2, entropy_coef=0.04 if ppo else 0.02,
+                 gamma=0.9 if ppo else 1.0)
     policy, curve = learn(world, cfg, ITERATIONS, seed, episodes=96, group_size=16, starts=starts)
     assert curve[0] < 0.2, "the task is no task"
     final = mean_outcome(play(policy, world, 400, generator=torch.Generator().manual_seed(99)))
