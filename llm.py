@@ -308,7 +308,7 @@ def cache_bytes(config, dtype: torch.dtype) -> int:
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config) * dtype.itemsize
 
 
-ROWS = 8                       # rows of a sampling batch come in multiples of this, see ``round_up``
+ROWS = 8                       # on a CPU prompts, and in bf16 rows that are written, come in multiples of this
 PROMPT_ROWS = 16               # prompts of one pass
 
 
@@ -467,7 +467,7 @@ def _generate(lm: LM, prompts, repeats: list[int], max_new: int, temperature: fl
         going = sum(sample is not None for sample in live)
         if not going or step == max_new - 1:
             break
-        if round_up(going, multiple) < len(live):                  # finished rows leave, in steps of ROWS
+        if round_up(going, multiple) < len(live):                  # finished rows leave, the last ones take their place
             stay = list(range(round_up(going, multiple)))
             last = [row for row in range(len(stay), len(live)) if live[row] is not None]
             for gap in [row for row in stay if live[row] is None][:len(last)]:
